@@ -1,0 +1,52 @@
+"""Check an installed package: import every module, then run the first Python example of its README.
+
+`python tools/check_wheel.py gem-kernels`, with the interpreter of the environment that holds the wheel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+
+def modules(package: str) -> list[str]:
+    """Names of the package and of all its modules, `__main__` ones excepted (they run)."""
+    root = importlib.import_module(package)
+    found = [package]
+    for info in pkgutil.walk_packages(root.__path__, prefix=f"{package}."):
+        if not info.name.endswith("__main__"):
+            found.append(info.name)
+    return found
+
+
+def main() -> None:
+    """Exit non-zero on the first module that does not import or example that fails."""
+    distribution = sys.argv[1]
+    package = distribution.replace("-", "_")
+    location = Path(importlib.import_module(package).__file__ or "")
+    if "site-packages" not in location.parts:
+        raise SystemExit(f"{package} is imported from {location}, not from an installed wheel")
+    if not (location.parent / "py.typed").exists():
+        raise SystemExit(f"{package} ships no py.typed marker")
+    names = modules(package)
+    for name in names:
+        importlib.import_module(name)
+    readme = metadata.metadata(distribution).get_payload() or metadata.metadata(distribution)["Description"]
+    examples = re.findall(r"```python\n(.*?)```", str(readme), flags=re.DOTALL)
+    if not examples:
+        raise SystemExit(f"the README of {distribution} has no Python example to run")
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "example.py"
+        script.write_text(examples[0])
+        subprocess.run([sys.executable, str(script)], check=True, cwd=folder)
+    print(f"{distribution} {metadata.version(distribution)}: {len(names)} modules import, the README's example runs")
+
+
+if __name__ == "__main__":
+    main()
