@@ -1,5 +1,29 @@
-"""Jagged attention kernels for recommendation models: softmax (JFA), GDPA, 64-token blocks."""
+"""Jagged attention kernels for recommendation models: softmax (JFA), GDPA, 64-token blocks.
 
+The operators are functions of this package; a folder of the same name holds each one's backends (write
+`from gem_kernels.gdpa import reference` to reach them).
+"""
+
+from gem_kernels import dispatch, flops, jagged, nn
 from gem_kernels.__about__ import __version__
+from gem_kernels.block_attention import block_attention
+from gem_kernels.dispatch import why
+from gem_kernels.gdpa import gdpa
+from gem_kernels.jagged_attention import jagged_attention
+from gem_kernels.rotary import Rope, rope, rote, rote_positions
 
-__all__ = ["__version__"]
+__all__ = [
+    "Rope",
+    "__version__",
+    "block_attention",
+    "dispatch",
+    "flops",
+    "gdpa",
+    "jagged",
+    "jagged_attention",
+    "nn",
+    "rope",
+    "rote",
+    "rote_positions",
+    "why",
+]

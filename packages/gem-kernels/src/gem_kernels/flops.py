@@ -1,0 +1,130 @@
+"""Useful FLOPs and bytes of the operators, exact for given lengths: only pairs of a query and a key that it sees are counted.
+
+A multiply-add is 2 FLOPs and only the matrix products count, as is the custom for MFU. Forward has two products per visible pair (Q K^T and
+P V): 4 D FLOPs per pair and query head. Backward has five (S again, dV, dP, dQ, dK): 2.5 times the forward; recomputing S is counted, as
+FlashAttention's own figures do. `batch_flops` of a model, which counts no recomputation, takes 2 times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Lengths = Sequence[int] | npt.NDArray[np.integer]
+BACKWARD = 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one call must compute and move at least: each operand read once, each result written once."""
+
+    forward_flops: int
+    forward_bytes: int
+    backward_bytes: int
+
+    @property
+    def backward_flops(self) -> int:
+        """Five matrix products where the forward has two."""
+        return self.forward_flops * 5 // 2
+
+
+def _as_lengths(name: str, lengths: Lengths) -> npt.NDArray[np.int64]:
+    array = np.asarray(lengths, dtype=np.int64)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be a list of lengths; got shape {array.shape}")
+    if array.size and array.min() < 0:
+        raise ValueError(f"{name} must not be negative; got {int(array.min())}")
+    return array
+
+
+def pairs(
+    q_lengths: Lengths,
+    k_lengths: Lengths | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+) -> npt.NDArray[np.int64]:
+    """How many (query, key) pairs each sequence has, [B]; `k_lengths` defaults to `q_lengths`, the mask is `jagged_attention`'s."""
+    q = _as_lengths("q_lengths", q_lengths)
+    k = q if k_lengths is None else _as_lengths("k_lengths", k_lengths)
+    if q.shape != k.shape:
+        raise ValueError(f"q_lengths and k_lengths must hold as many sequences; got {q.size} and {k.size}")
+    left, right = (-1 if side is None else int(side) for side in window) if window is not None else (-1, -1)
+    right = 0 if causal else right
+    if min(left, right) < -1:
+        raise ValueError(f"window sides must be non-negative, or -1 or None for unlimited; got {window!r}")
+
+    def up_to(
+        last: npt.NDArray[np.int64], count: npt.NDArray[np.int64], most: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        # sum over the `count` integers that end at `last` of clip(x, 0, most)
+        def ramp(x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:  # sum of clip(t, 0, most) for t <= x
+            inside = np.clip(x, 0, most)
+            return inside * (inside + 1) // 2 + np.maximum(x - most, 0) * most
+
+        return ramp(last) - ramp(last - count)
+
+    # Query i stands at p = i + k - q, p running up to k - 1. It sees keys [p - left, p + right], clipped to [0, k).
+    end = q * k if right < 0 else up_to(k + right, q, k)  # sum of the ends, clip(p + right + 1, 0, k)
+    begin = np.zeros_like(q) if left < 0 else up_to(k - 1 - left, q, k)  # sum of the begins, clip(p - left, 0, k)
+    return end - begin
+
+
+def attention(
+    q_lengths: Lengths,
+    k_lengths: Lengths | None = None,
+    *,
+    heads: int,
+    head_dim: int,
+    kv_heads: int | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    shared_q: bool = False,
+    element_size: int = 2,
+    softmax: bool = True,
+) -> Cost:
+    """Cost of one `jagged_attention` (or, with softmax=False, `gdpa`) over these lengths.
+
+    `shared_q`: q_lengths (all equal) are those of learned queries read once for the whole batch. Bytes: forward reads Q, K, V and writes O (and
+    the float32 LSE); backward reads Q, K, V, dO (and O, LSE) and writes dQ, dK, dV. A bias is not counted.
+    """
+    q = _as_lengths("q_lengths", q_lengths)
+    k = q if k_lengths is None else _as_lengths("k_lengths", k_lengths)
+    kv_heads = kv_heads or heads
+    flops = 4 * head_dim * heads * int(pairs(q, k, causal=causal, window=window).sum())
+    rows_o = int(q.sum())
+    rows_q = int(q.max(initial=0)) if shared_q else rows_o
+    q_bytes, o_bytes = (rows * heads * head_dim * element_size for rows in (rows_q, rows_o))
+    kv_bytes = 2 * int(k.sum()) * kv_heads * head_dim * element_size
+    lse_bytes = rows_o * heads * 4 if softmax else 0
+    backward_reads = q_bytes + kv_bytes + o_bytes + (o_bytes + lse_bytes if softmax else 0)
+    return Cost(
+        forward_flops=flops,
+        forward_bytes=q_bytes + kv_bytes + o_bytes + lse_bytes,
+        backward_bytes=backward_reads + q_bytes + kv_bytes,
+    )
+
+
+def gdpa(q_lengths: Lengths, k_lengths: Lengths | None = None, **options) -> Cost:  # type: ignore[no-untyped-def]
+    """Cost of one `gdpa`; the options of `attention`. The activation's own arithmetic is not counted."""
+    return attention(q_lengths, k_lengths, softmax=False, **options)
+
+
+def block_attention(
+    lengths: Lengths, *, heads: int, head_dim: int, kv_heads: int | None = None, block: int = 64, element_size: int = 2
+) -> Cost:
+    """Cost of one `block_attention`: the last block of a sequence is short; there is no LSE, and backward does not read O."""
+    n = _as_lengths("lengths", lengths)
+    last = n % block
+    visible = (n // block) * block * block + last * last
+    kv_heads = kv_heads or heads
+    q_bytes = int(n.sum()) * heads * head_dim * element_size
+    kv_bytes = 2 * int(n.sum()) * kv_heads * head_dim * element_size
+    return Cost(
+        forward_flops=4 * head_dim * heads * int(visible.sum()),
+        forward_bytes=2 * q_bytes + kv_bytes,
+        backward_bytes=3 * q_bytes + 2 * kv_bytes,
+    )

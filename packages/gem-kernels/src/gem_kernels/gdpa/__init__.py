@@ -1,0 +1,160 @@
+"""Generalised dot-product attention (GDPA): an activation in the place of softmax."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_kernels import dispatch
+from gem_kernels.checks import check_problem, normalise_window
+from gem_kernels.gdpa import reference
+from gem_kernels.gdpa.activations import ACTIVATIONS, check_activation
+
+__all__ = ["ACTIVATIONS", "gdpa"]
+
+
+def gdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    activation: str = "silu",
+    scale: float | None = None,
+    out_scale: float = 1.0,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    backend: str | None = None,
+    validate: bool = False,
+) -> Tensor:
+    """Attention with an element-wise activation, on jagged tensors: self-attention, cross-attention and PMA in one operator.
+
+    For each sample b and head h, with Q, K, V that sample's rows::
+
+        O = out_scale * act(scale Q K^T) V
+
+    HSTU is the member act = silu, out_scale = 1 / N. Tensors, offsets, maxima, `causal`, `window`, `backend`, `validate` and the errors
+    raised are those of `jagged_attention`.
+
+    Args:
+        q: [Tq, H, D], or [Lq, H, D] learned queries with `q_offsets=None`.
+        k: [Tk, Hkv, D].
+        v: [Tk, Hkv, D].
+        q_offsets: [B + 1] or None.
+        k_offsets: [B + 1].
+        max_q: at least the longest query sequence.
+        max_k: at least the longest key sequence.
+        activation: identity, relu, relu2 (relu squared), leaky_relu (slope 0.01), gelu (erf), gelu_tanh, gelu_poly (no transcendental,
+            within `activations.GELU_ERROR` of gelu), silu or hardswish.
+        scale: 1 / sqrt(D) by default.
+        out_scale: a factor of the output.
+        causal: query i sees keys j <= i + (Lk - Lq).
+        window: (left, right) around the same diagonal.
+        backend: "reference", "triton" or "hopper"; None lets `dispatch` choose.
+        validate: also check the offsets' values on a GPU, which waits for the device.
+
+    Returns:
+        O: [Tq, H, D] ([B * Lq, H, D] for learned queries) in q's dtype; 0 for a query that sees no key.
+
+    Source: Meta's GDPA; HSTU (Zhai et al., 2024).
+    """
+    check_activation(activation)
+    check_problem(q, k, v, q_offsets, k_offsets, max_q, max_k, validate=validate)
+    left, right = normalise_window(causal, window)
+    scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)
+    out_scale = float(out_scale)
+    wanted = {
+        f"activation:{activation}": True,
+        "causal": causal,
+        "window": window is not None,
+        "shared_q": q_offsets is None,
+        "grouped": k.shape[1] != q.shape[1],
+    }
+    name = dispatch.choose("gdpa", q, backend, tuple(f for f, on in wanted.items() if on))
+    if name == dispatch.REFERENCE:
+        return reference.attention(
+            q,
+            k,
+            v,
+            q_offsets,
+            k_offsets,
+            max_q,
+            max_k,
+            activation=activation,
+            scale=scale,
+            out_scale=out_scale,
+            left=left,
+            right=right,
+        )
+    return _forward(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right, name)
+
+
+@torch.library.custom_op("gem_kernels::gdpa", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    activation: str,
+    scale: float,
+    out_scale: float,
+    left: int,
+    right: int,
+    backend: str,
+) -> Tensor:
+    forward = dispatch.module("gdpa", backend).forward
+    return forward(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right)
+
+
+@_forward.register_fake
+def _(q, k, v, q_offsets, k_offsets, *_rest):  # type: ignore[no-untyped-def]
+    rows = q.shape[0] if q_offsets is not None else q.shape[0] * (k_offsets.shape[0] - 1)
+    return q.new_empty(rows, q.shape[1], q.shape[2])
+
+
+@torch.library.custom_op("gem_kernels::gdpa_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    activation: str,
+    scale: float,
+    out_scale: float,
+    left: int,
+    right: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = dispatch.module("gdpa", backend).backward
+    return backward(dout, q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right)
+
+
+@_backward.register_fake
+def _(dout, q, k, v, *_rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, v, q_offsets, k_offsets, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, q_offsets, k_offsets)
+
+
+def _autograd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    dq, dk, dv = _backward(dout, *ctx.saved_tensors, *ctx.rest)
+    return dq, dk, dv, *(None,) * 10
+
+
+_forward.register_autograd(_autograd, setup_context=_setup)

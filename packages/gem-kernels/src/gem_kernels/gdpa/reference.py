@@ -1,0 +1,32 @@
+"""GDPA in plain PyTorch: the specification, and what runs on a CPU. Differentiable by autograd."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gem_kernels.dense import densify
+from gem_kernels.gdpa.activations import ACTIVATIONS
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    activation: str,
+    scale: float,
+    out_scale: float = 1.0,
+    left: int = -1,
+    right: int = -1,
+) -> Tensor:
+    """O [Tq, H, D]. Padding needs no mask: its keys and values are 0, and act(0) = 0."""
+    dense = densify(q, k, v, q_offsets, k_offsets, max_q, max_k)
+    p = ACTIVATIONS[activation](dense.scores() * scale)  # [B, H, Lq, Lk]
+    visible = dense.visible(left, right, tail=False)
+    if visible is not None:
+        p = p.masked_fill(~visible, 0.0)
+    return (dense.weighted(p) * out_scale).to(q.dtype)

@@ -1,0 +1,1 @@
+"""Gluon building blocks of the Hopper (sm_90) attention kernels: activations, forward, backward, launch."""

@@ -1,0 +1,144 @@
+"""Rotary position embedding on jagged tensors: by place in the sequence (RoPE) or by elapsed time (ROTE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_kernels import dispatch, jagged
+from gem_kernels.checks import check_heads, check_offsets
+from gem_kernels.rotary import reference
+
+__all__ = ["Rope", "rope", "rote", "rote_positions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """A rotary embedding that another operator fuses: its base, and positions [T] where they are not to be counted."""
+
+    base: float = 10000.0
+    positions: Tensor | None = None
+
+    def at(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """The positions of x's tokens, [T]."""
+        return _positions(x, offsets, self.base, self.positions)
+
+
+def _positions(x: Tensor, offsets: Tensor | None, base: float, positions: Tensor | None) -> Tensor:
+    if x.shape[2] % 2:
+        raise ValueError(f"rotary embedding needs an even head dimension; got {x.shape[2]}")
+    if base <= 0:
+        raise ValueError(f"base must be positive; got {base}")
+    if positions is None:
+        if offsets is None:
+            raise ValueError("either offsets or positions must be given")
+        return jagged.positions(offsets, x.shape[0])
+    if positions.shape != x.shape[:1]:
+        raise ValueError(f"positions must be [{x.shape[0]}], one for each token; got {tuple(positions.shape)}")
+    if positions.device != x.device:
+        raise ValueError(f"positions must be on {x.device} with x; they are on {positions.device}")
+    return positions.detach()
+
+
+def rope(
+    x: Tensor,
+    offsets: Tensor | None,
+    *,
+    base: float = 10000.0,
+    positions: Tensor | None = None,
+    backend: str | None = None,
+    validate: bool = False,
+) -> Tensor:
+    """Rotate interleaved pairs of every head by an angle that grows with the token's position.
+
+    For token t at position p and pair i of D / 2, in float32 (float64 for float64)::
+
+        a = p * base^(-2 i / D)
+        y[2 i]     = x[2 i] cos a - x[2 i + 1] sin a
+        y[2 i + 1] = x[2 i] sin a + x[2 i + 1] cos a
+
+    Args:
+        x: [T, H, D] floating, D even; any strides with the last one 1.
+        offsets: [B + 1] int32 or int64; positions count from 0 in every sequence. May be None when `positions` is given.
+        base: of the geometric series of frequencies.
+        positions: [T], integers or floats, instead of counting. No gradient flows to them.
+        backend: "reference" or "triton"; None lets `dispatch` choose.
+        validate: also check the offsets' values on a GPU, which waits for the device.
+
+    Returns:
+        y: [T, H, D] in x's dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or offsets that do not fit together.
+
+    Source: RoFormer (Su et al., 2021).
+    """
+    check_heads("x", x)
+    if offsets is not None:
+        check_offsets("offsets", offsets, x.shape[0], x.shape[0], x.device, values=validate or x.device.type == "cpu")
+    positions = _positions(x, offsets, base, positions)
+    name = dispatch.choose("rotary", x, backend, ())
+    if name == dispatch.REFERENCE:
+        return reference.rotate(x, positions, float(base))
+    return _rotate(x, positions.float(), float(base), False, name)
+
+
+def rote(x: Tensor, elapsed: Tensor, *, t_scale: float, base: float = 10000.0, backend: str | None = None) -> Tensor:
+    """Rotary embedding of elapsed time (ROTE): `rope` at positions log(1 + elapsed / t_scale).
+
+    Args:
+        x: [T, H, D] floating, D even.
+        elapsed: [T], the time between the token and the moment of the request, in the unit of `t_scale`; not negative.
+        t_scale: the time at which the logarithm bends, positive.
+        base: of the geometric series of frequencies.
+        backend: "reference" or "triton"; None lets `dispatch` choose.
+
+    Returns:
+        y: [T, H, D] in x's dtype.
+
+    Raises:
+        TypeError, ValueError: as `rope`; a negative elapsed time is not looked for (below -t_scale it gives NaN).
+
+    Source: Meta's Kunlun.
+    """
+    positions = rote_positions(elapsed, t_scale, torch.promote_types(x.dtype, torch.float32))
+    return rope(x, None, base=base, positions=positions, backend=backend)
+
+
+def rote_positions(elapsed: Tensor, t_scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """ROTE's positions, log(1 + elapsed / t_scale): for `rope`, and for `Rope` where an operator fuses it."""
+    if t_scale <= 0:
+        raise ValueError(f"t_scale must be positive; got {t_scale}")
+    return torch.log1p(elapsed.to(dtype) / t_scale)
+
+
+@torch.library.custom_op("gem_kernels::rotary", mutates_args=())
+def _rotate(x: Tensor, positions: Tensor, base: float, inverse: bool, backend: str) -> Tensor:
+    return dispatch.module("rotary", backend).forward(x, positions, base, inverse)
+
+
+@_rotate.register_fake
+def _(x, positions, base, inverse, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, positions, ctx.base, ctx.inverse, ctx.backend = inputs
+    ctx.save_for_backward(positions)
+
+
+def _autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    (positions,) = ctx.saved_tensors
+    return (
+        _rotate(dy, positions, ctx.base, not ctx.inverse, ctx.backend),
+        None,
+        None,
+        None,
+        None,
+    )  # the transpose is the inverse
+
+
+_rotate.register_autograd(_autograd, setup_context=_setup)
