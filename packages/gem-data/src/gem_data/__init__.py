@@ -1,5 +1,66 @@
 """Event logs to jagged batches: memory-mapped histories, strict time, exact resume."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from gem_data.__about__ import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from gem_data.batch import JaggedBatch, JaggedIds, JaggedSequence
+    from gem_data.build import BuildSummary, build_log
+    from gem_data.collate import Collator
+    from gem_data.loader import Loader, LoaderConfig
+    from gem_data.log import EventLog, History
+    from gem_data.schema import Column, Counter, Schema, Task
+    from gem_data.sources import SourceUnavailable
+    from gem_data.split import Split, time_split
+
+# Imported when first used: a schema or a log needs no torch.
+_HOME = {
+    "BuildSummary": "build",
+    "Collator": "collate",
+    "Column": "schema",
+    "Counter": "schema",
+    "EventLog": "log",
+    "History": "log",
+    "JaggedBatch": "batch",
+    "JaggedIds": "batch",
+    "JaggedSequence": "batch",
+    "Loader": "loader",
+    "LoaderConfig": "loader",
+    "Schema": "schema",
+    "SourceUnavailable": "sources",
+    "Split": "split",
+    "Task": "schema",
+    "build_log": "build",
+    "time_split": "split",
+}
+
+__all__ = [
+    "BuildSummary",
+    "Collator",
+    "Column",
+    "Counter",
+    "EventLog",
+    "History",
+    "JaggedBatch",
+    "JaggedIds",
+    "JaggedSequence",
+    "Loader",
+    "LoaderConfig",
+    "Schema",
+    "SourceUnavailable",
+    "Split",
+    "Task",
+    "__version__",
+    "build_log",
+    "time_split",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'gem_data' has no attribute {name!r}")
+    return getattr(import_module(f"gem_data.{_HOME[name]}"), name)

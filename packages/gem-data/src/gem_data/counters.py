@@ -1,0 +1,137 @@
+"""Streaming counters: dense features from events strictly before each event's time, computed once when a log is built.
+
+Every kind comes down to one operation: for each row, the sum of some values over the rows with the same key and an earlier
+time. Rows sorted by (key, time) make it a difference of two cumulative sums; rows that share key and time read the sum at
+the head of their tie group, so that none sees another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gem_data.schema import Counter, Schema
+
+Array = NDArray[Any]
+
+
+class Earlier:
+    """The earlier rows of each row: `keys` are int64 columns [n] (none: all rows), `time` is int64 [n]."""
+
+    def __init__(self, keys: list[Array], time: Array) -> None:
+        n = len(time)
+        # Already sorted by (user, time) logs keep their order for the user key: lexsort is stable.
+        self.order = np.lexsort((time, *reversed(keys)))
+        changed = np.zeros(n, bool)
+        for key in keys:
+            ordered = key[self.order]
+            changed[1:] |= ordered[1:] != ordered[:-1]
+        changed[:1] = True
+        ordered = time[self.order]
+        tied = changed.copy()
+        tied[1:] |= ordered[1:] != ordered[:-1]
+        at = np.arange(n)
+        self.time = ordered
+        self.head = np.maximum.accumulate(np.where(changed, at, 0))  # first row of the key, in sorted order
+        self.tie = np.maximum.accumulate(np.where(tied, at, 0))  # first row of the (key, time) group
+
+    def sum(self, values: Array) -> NDArray[np.float64]:
+        """Sum of `values` [n] over the earlier rows of each row: [n] float64."""
+        total = np.concatenate([[0.0], np.cumsum(values[self.order], dtype=np.float64)])
+        return self._back(total[self.tie] - total[self.head])
+
+    def count(self) -> NDArray[np.float64]:
+        """The number of earlier rows of each row: [n] float64."""
+        return self._back((self.tie - self.head).astype(np.float64))
+
+    def gap(self) -> NDArray[np.float64]:
+        """Time since the last earlier row, 0 where there is none (a real gap is at least 1): [n] float64."""
+        since = self.time - self.time[np.maximum(self.tie - 1, 0)]
+        return self._back(np.where(self.tie > self.head, since, 0).astype(np.float64))
+
+    def _back(self, ordered: Array) -> Array:
+        out = np.empty_like(ordered)
+        out[self.order] = ordered
+        return out
+
+
+def compute_counters(
+    schema: Schema, columns: dict[str, Array], time: Array, labels: NDArray[np.float32], mask: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """All counters of `schema` for rows in any order: [n, C] float32, finite. Equations: see `schema.Counter`.
+
+    columns: name -> [n] or [n, size]; labels [n, K] float32 and mask [n, K] bool in the order of the schema's tasks.
+    """
+    work = _Work(schema, columns, time, labels, mask)
+    out = np.empty((len(time), len(schema.counters)), np.float32)
+    for i, counter in enumerate(schema.counters):
+        out[:, i] = work.values(counter)
+    return out
+
+
+class _Work:
+    """Shares the sort of a key and the rates that others are smoothed towards."""
+
+    def __init__(self, schema: Schema, columns: dict[str, Array], time: Array, labels: Array, mask: Array) -> None:
+        self.schema, self.columns, self.time, self.labels, self.mask = schema, columns, time, labels, mask
+        self._earlier: dict[tuple[str, ...], Earlier] = {}
+        self._base: dict[str, Array] = {}
+        self._computed: dict[str, Array] = {}
+
+    def values(self, counter: Counter) -> Array:
+        out: Array = getattr(self, f"_{counter.kind}")(counter)
+        self._computed[counter.name] = out
+        return out
+
+    def earlier(self, key: tuple[str, ...]) -> Earlier:
+        if key not in self._earlier:
+            self._earlier[key] = Earlier([self.columns[k] for k in key], self.time)
+        return self._earlier[key]
+
+    def task(self, counter: Counter) -> tuple[Array, Array]:
+        """Label (0 where masked) and mask of the counter's task, [n] float64 each."""
+        assert counter.task is not None
+        k = self.schema.task_names.index(counter.task)
+        seen = self.mask[:, k].astype(np.float64)
+        return self.labels[:, k] * seen, seen
+
+    def base(self, counter: Counter) -> Array:
+        """The running rate of everyone for the counter's task."""
+        assert counter.task is not None
+        if counter.task not in self._base:
+            positive, seen = self.task(counter)
+            everyone = self.earlier(())
+            self._base[counter.task] = (everyone.sum(positive) + 0.5) / (everyone.sum(seen) + 1.0)
+        return self._base[counter.task]
+
+    def _count(self, counter: Counter) -> Array:
+        return np.log1p(self.earlier(counter.key).count())
+
+    def _since(self, counter: Counter) -> Array:
+        return np.log1p(self.earlier(counter.key).gap())
+
+    def _rate(self, counter: Counter) -> Array:
+        positive, seen = self.task(counter)
+        earlier = self.earlier(counter.key)
+        return (earlier.sum(positive) + counter.prior * self.base(counter)) / (earlier.sum(seen) + counter.prior)
+
+    def _residual(self, counter: Counter) -> Array:
+        assert counter.against is not None
+        positive, seen = self.task(counter)
+        earlier = self.earlier(counter.key)
+        return earlier.sum(positive - seen * self._computed[counter.against]) / (earlier.sum(seen) + counter.prior)
+
+    def _affinity(self, counter: Counter) -> Array:
+        assert counter.over is not None
+        positive, seen = self.task(counter)
+        earlier = self.earlier(counter.key)
+        rate = self._rate(counter)
+        total, weight = np.zeros(len(rate)), np.zeros(len(rate))
+        # One element at a time: the cumulative sums of all would be size times the log.
+        for x in np.asarray(self.columns[counter.over], np.float64).T:
+            element = (earlier.sum(positive * x) + counter.prior * rate) / (earlier.sum(seen * x) + counter.prior)
+            total += x * element
+            weight += x
+        return np.where(weight > 0, total / np.where(weight > 0, weight, 1.0), rate)

@@ -1,0 +1,332 @@
+"""What an event log holds: columns with roles, tasks derived from outcomes, streaming counters. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+Kind = Literal["id", "float", "vector"]
+Role = Literal["context", "outcome", "user", "hidden"]
+CounterKind = Literal["count", "rate", "residual", "since", "affinity"]
+
+TIME = "time"  # every log has it: int64 seconds
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The message for a name that does not exist: what was asked, the closest match, what there is."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown {what} {name!r}{hint} (there are: {', '.join(names) or 'none'})"
+
+
+def _one_of(what: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(unknown(what, value, get_args(choices)))
+
+
+def _name(what: str, name: str) -> None:
+    if not name.isidentifier() or name.startswith("_"):
+        raise ValueError(f"{what} name {name!r} must be an identifier that does not start with an underscore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of the log.
+
+    kind   "id": int64 in [0, cardinality); "float": float32; "vector": `size` float32 values (a multi-hot, an embedding).
+    role   "context": known when the request is made, so on the candidate and in the history;
+           "outcome": what came of it, so in the history alone; "user": known at the request and the same for every event of
+           the user, so on the candidate alone; "hidden": kept in the log, never in a batch.
+    """
+
+    name: str
+    kind: Kind
+    role: Role
+    cardinality: int | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        _name("column", self.name)
+        _one_of("column kind", self.kind, Kind)
+        _one_of("column role", self.role, Role)
+        if self.name == TIME:
+            raise ValueError(f"{TIME!r} is in every log and is not declared as a column")
+        for attribute, kind in (("cardinality", "id"), ("size", "vector")):
+            value = getattr(self, attribute)
+            if self.kind == kind and (value is None or value < 1):
+                raise ValueError(f"column {self.name!r} of kind {kind!r} needs {attribute} >= 1, not {value!r}")
+            if self.kind != kind and value is not None:
+                raise ValueError(f"column {self.name!r} of kind {self.kind!r} takes no {attribute}, but has {value!r}")
+
+    @property
+    def width(self) -> int:
+        """How many float32 values the column adds to a dense row (0 for ids)."""
+        return {"id": 0, "float": 1}.get(self.kind, self.size or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A binary label: `column >= minimum`, or `column == equals`.
+
+    With `given`, the label exists only where that other task is positive (a conversion given a click); elsewhere it is masked.
+    """
+
+    name: str
+    column: str
+    minimum: float | None = None
+    equals: float | None = None
+    given: str | None = None
+
+    def __post_init__(self) -> None:
+        _name("task", self.name)
+        if (self.minimum is None) == (self.equals is None):
+            raise ValueError(
+                f"task {self.name!r} needs either minimum or equals, not {'both' if self.minimum is not None else 'neither'}"
+            )
+
+    def positive(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Where the rule holds."""
+        return np.asarray(values >= self.minimum if self.minimum is not None else values == self.equals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counter:
+    """A dense feature streamed over the log, from events strictly before the event's time.
+
+    With N and P the number of earlier events with the same key, and of those that are positive for `task`; r the running
+    rate of everyone, (P_all + 0.5) / (N_all + 1):
+
+    count     log(1 + N)
+    rate      (P + prior * r) / (N + prior)
+    residual  sum over the earlier events of (label - what counter `against` said then) / (N + prior)
+    since     log(1 + seconds since the last earlier event of the key), 0 where there is none
+    affinity  `rate` per element g of the vector column `over`, towards the key's own rate, averaged with the candidate's x_g:
+              sum_g x_g (P_g + prior * rate) / (N_g + prior) / sum_g x_g; N_g and P_g weigh an event by its x_g
+
+    Where a task is masked (`given`), an event counts neither in N nor in P of rate, residual and affinity.
+    An empty key means all events.
+    """
+
+    name: str
+    kind: CounterKind
+    key: tuple[str, ...]
+    task: str | None = None
+    over: str | None = None
+    against: str | None = None
+    prior: float = 10.0
+
+    def __post_init__(self) -> None:
+        _name("counter", self.name)
+        _one_of("counter kind", self.kind, CounterKind)
+        key: Any = self.key
+        object.__setattr__(self, "key", (key,) if isinstance(key, str) else tuple(key))
+        if not self.prior > 0:
+            raise ValueError(f"counter {self.name!r} needs prior > 0, not {self.prior!r}")
+        needs = {"rate": {"task"}, "residual": {"task", "against"}, "affinity": {"task", "over"}}.get(self.kind, set())
+        for attribute in ("task", "over", "against"):
+            given = getattr(self, attribute)
+            if (given is not None) != (attribute in needs):
+                verb = "needs" if attribute in needs else "takes no"
+                raise ValueError(f"counter {self.name!r} of kind {self.kind!r} {verb} {attribute}, but has {given!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """Columns, tasks and counters of a log. `user` names the id column that histories follow."""
+
+    name: str
+    columns: tuple[Column, ...]
+    tasks: tuple[Task, ...]
+    counters: tuple[Counter, ...] = ()
+    user: str = "user"
+    source: str = "events"  # the name of the history in a batch's `sequences`
+    _by_name: dict[str, Column] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for attribute in ("columns", "tasks", "counters"):
+            object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
+        self._by_name.update({c.name: c for c in self.columns})
+        names = [x.name for x in (*self.columns, *self.counters)]
+        for group in (names, self.task_names):
+            twice = sorted({n for n in group if group.count(n) > 1})
+            if twice:
+                raise ValueError(f"schema {self.name!r} declares {', '.join(map(repr, twice))} more than once")
+        user = self.column(self.user)
+        if user.kind != "id" or user.role != "user":
+            raise ValueError(
+                f"the user column {self.user!r} must have kind 'id' and role 'user', not {user.kind!r} and {user.role!r}"
+            )
+        if not self.tasks:
+            raise ValueError(f"schema {self.name!r} needs at least one task")
+        for task in self.tasks:
+            self._check_task(task)
+        for i, counter in enumerate(self.counters):
+            self._check_counter(counter, self.counters[:i])
+
+    def _check_task(self, task: Task) -> None:
+        column = self.column(task.column)
+        if column.role != "outcome" or column.kind == "vector":
+            raise ValueError(
+                f"task {task.name!r} reads column {column.name!r} of kind {column.kind!r} and role {column.role!r}; "
+                "expected an 'id' or 'float' column of role 'outcome'"
+            )
+        if task.given is not None and (self.task(task.given).given is not None or task.given == task.name):
+            raise ValueError(
+                f"task {task.name!r} is given {task.given!r}, which must be another task without a condition"
+            )
+
+    def _check_counter(self, counter: Counter, before: tuple[Counter, ...]) -> None:
+        for name in counter.key:
+            column = self.column(name)
+            if column.kind != "id" or column.role not in ("context", "user"):
+                raise ValueError(
+                    f"counter {counter.name!r} has key {name!r} of kind {column.kind!r} and role {column.role!r}; "
+                    "a key is an 'id' column of role 'context' or 'user' (an outcome would leak)"
+                )
+        if counter.task is not None:
+            self.task(counter.task)
+        if counter.over is not None:
+            column = self.column(counter.over)
+            if column.kind != "vector" or column.role != "context":
+                raise ValueError(
+                    f"counter {counter.name!r} is over {counter.over!r}: expected a 'vector' column of role 'context'"
+                )
+        if counter.against is not None:
+            rates = {c.name: c for c in before if c.kind in ("rate", "affinity")}
+            if counter.against not in rates:
+                raise ValueError(unknown("earlier rate counter", counter.against, rates))
+
+    # What a batch is made of, in the order that it uses.
+
+    def column(self, name: str) -> Column:
+        """The column of that name. Raises ValueError naming the closest match."""
+        if name not in self._by_name:
+            raise ValueError(unknown("column", name, self._by_name))
+        return self._by_name[name]
+
+    def task(self, name: str) -> Task:
+        """The task of that name. Raises ValueError naming the closest match."""
+        for task in self.tasks:
+            if task.name == name:
+                return task
+        raise ValueError(unknown("task", name, self.task_names))
+
+    def _pick(self, ids: bool, *roles: Role) -> tuple[Column, ...]:
+        return tuple(c for c in self.columns if (c.kind == "id") == ids and c.role in roles)
+
+    @property
+    def tables(self) -> dict[str, int]:
+        """Cardinality of every id column that a batch shows (a history and its candidate share the table of a column)."""
+        return {c.name: int(c.cardinality or 0) for c in self._pick(True, "context", "outcome", "user")}
+
+    @property
+    def sequence_ids(self) -> tuple[str, ...]:
+        """The id columns of the history."""
+        return tuple(c.name for c in self._pick(True, "context", "outcome"))
+
+    @property
+    def sequence_floats(self) -> dict[str, int]:
+        """The float and vector columns of the history, with their width."""
+        return {c.name: c.width for c in self._pick(False, "context", "outcome")}
+
+    @property
+    def sparse(self) -> tuple[str, ...]:
+        """The id columns of the candidate and its user (the user's own id included)."""
+        return tuple(c.name for c in self._pick(True, "context", "user"))
+
+    @property
+    def dense_columns(self) -> dict[str, int]:
+        """The float and vector columns of the candidate and its user, with their width; the counters come after them."""
+        return {c.name: c.width for c in self._pick(False, "context", "user")}
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """A name for each of the F values of a batch's dense row."""
+        names: list[str] = []
+        for name, width in self.dense_columns.items():
+            vector = self.column(name).kind == "vector"
+            names += [f"{name}[{i}]" for i in range(width)] if vector else [name]
+        return (*names, *(c.name for c in self.counters))
+
+    @property
+    def dense_width(self) -> int:
+        """F, the width of a batch's dense row."""
+        return sum(self.dense_columns.values()) + len(self.counters)
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The tasks in the order of a batch's labels."""
+        return tuple(t.name for t in self.tasks)
+
+    # Identity.
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; options that are not set are left out."""
+        parts = {
+            key: [{k: v for k, v in dataclasses.asdict(x).items() if v is not None} for x in getattr(self, key)]
+            for key in ("columns", "tasks", "counters")
+        }
+        for counter in parts["counters"]:
+            counter["key"] = list(counter["key"])
+        return {"name": self.name, "user": self.user, "source": self.source, **parts}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Schema:
+        """The inverse of `to_dict`. Raises ValueError for an option that does not exist."""
+
+        def make(kind: type, options: Mapping[str, Any]) -> Any:
+            known = [f.name for f in dataclasses.fields(kind) if f.init]
+            for key in options:
+                if key not in known:
+                    raise ValueError(unknown(f"option of {kind.__name__}", key, known))
+            try:
+                return kind(**options)
+            except TypeError as error:
+                raise ValueError(f"{kind.__name__} {dict(options)!r}: {error}") from None
+
+        parts = {"columns": Column, "tasks": Task, "counters": Counter}
+        return make(cls, {k: tuple(make(parts[k], x) for x in v) if k in parts else v for k, v in data.items()})
+
+    def fingerprint(self) -> str:
+        """A stable hash of everything above: 16 hexadecimal digits."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def differences(self, other: Schema) -> list[str]:
+        """What differs, one line each: `column 'item': cardinality 10 here, 20 there`."""
+        lines = [
+            f"{key}: {getattr(self, key)!r} here, {getattr(other, key)!r} there"
+            for key in ("name", "user", "source")
+            if getattr(self, key) != getattr(other, key)
+        ]
+        for group in ("columns", "tasks", "counters"):
+            here, there = ({x.name: x for x in getattr(s, group)} for s in (self, other))
+            what = group[:-1]
+            lines += [f"{what} {n!r}: only here" for n in here if n not in there]
+            lines += [f"{what} {n!r}: only there" for n in there if n not in here]
+            for name in here.keys() & there.keys():
+                for f in dataclasses.fields(here[name]):
+                    a, b = getattr(here[name], f.name), getattr(there[name], f.name)
+                    if a != b:
+                        lines.append(f"{what} {name!r}: {f.name} {a!r} here, {b!r} there")
+            if here.keys() == there.keys() and list(here) != list(there):
+                lines.append(f"{group}: the same in another order")
+        return lines
+
+    def require(self, other: Schema, what: str) -> None:
+        """Raise ValueError naming both fingerprints and every difference unless `other` (the schema of `what`) is the same."""
+        if self.fingerprint() != other.fingerprint():
+            lines = "; ".join(self.differences(other))
+            raise ValueError(
+                f"{what} has schema {other.name!r} (fingerprint {other.fingerprint()}), but expected {self.name!r} "
+                f"(fingerprint {self.fingerprint()}): {lines}"
+            )

@@ -1,0 +1,7 @@
+"""Where events come from. Each module has `load(...)`, which gives the events as a table and their schema for `build_log`."""
+
+from __future__ import annotations
+
+
+class SourceUnavailable(RuntimeError):
+    """A source can't be had here and now; the message says why. Who catches it says what is used instead."""

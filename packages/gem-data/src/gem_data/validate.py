@@ -1,0 +1,250 @@
+"""Row validation: Arrow columns of any number-like type become typed numpy columns, and every bad row gets a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from gem_data.schema import TIME, Column, Schema, unknown
+
+Array = NDArray[Any]
+
+# A row keeps the first reason that is found; 0 is a good row.
+REASONS = ("", "missing", "unparsable", "not finite", "not an integer", "out of range", "wrong size", "duplicate")
+MISSING, UNPARSABLE, NOT_FINITE, NOT_INTEGER, OUT_OF_RANGE, WRONG_SIZE, DUPLICATE = range(1, 8)
+
+# Seconds: the year 5138. Milliseconds of today are beyond it, so a wrong unit does not pass.
+TIME_LIMIT = 100_000_000_000
+_INTEGER = r"^[+-]?[0-9]{1,18}$"
+_FLOAT = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?$"
+_NOT_FINITE = r"(?i)^[+-]?(nan|inf|infinity)$"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated:
+    """Typed columns of the good rows, and of each bad one its input row, reason code and column."""
+
+    columns: dict[str, Array]  # name -> [N] int64 or float32, or [N, size] float32; input order
+    rejected: NDArray[np.int64]  # input rows, ascending
+    reasons: NDArray[np.int8]
+    where: list[str]  # the column, "" for a duplicate
+
+    def counts(self) -> dict[str, int]:
+        """Rejected rows by reason."""
+        found, n = np.unique(self.reasons, return_counts=True)
+        return {REASONS[r]: int(k) for r, k in zip(found, n, strict=True)}
+
+
+def as_table(events: pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[pa.RecordBatch]) -> pa.Table:
+    """One table of a table, a record batch, a reader or an iterable of record batches."""
+    if isinstance(events, pa.Table):
+        return events
+    if isinstance(events, pa.RecordBatchReader):
+        return events.read_all()
+    batches = [events] if isinstance(events, pa.RecordBatch) else list(events)
+    if not batches:
+        raise ValueError("the source has no record batch, so not even the names of its columns are known")
+    for batch in batches:
+        if not isinstance(batch, pa.RecordBatch):
+            raise TypeError(f"expected pyarrow record batches, not {type(batch).__name__}")
+    return pa.Table.from_batches(batches)
+
+
+def validate(table: pa.Table, schema: Schema) -> Validated:
+    """Check every row of `table` against `schema`; a row with several faults is reported with the first.
+
+    Raises ValueError for a column that the table lacks, TypeError for one whose type can't hold the declared kind.
+    """
+    names = [TIME, *(c.name for c in schema.columns)]
+    for name in names:
+        if name not in table.column_names:
+            raise ValueError(
+                f"the source lacks a column of schema {schema.name!r}: " + unknown("column", name, table.column_names)
+            )
+    fault = np.zeros(table.num_rows, np.int8)
+    where = np.full(table.num_rows, -1, np.int64)
+    columns: dict[str, Array] = {}
+    for i, name in enumerate(names):
+        array = _single(table.column(name))
+        values, found = _time(array) if name == TIME else _column(array, schema.column(name))
+        columns[name] = values
+        new = (fault == 0) & (found != 0)
+        fault[new], where[new] = found[new], i
+    good = np.flatnonzero(fault == 0)
+    columns = {k: v[good] for k, v in columns.items()}
+    twice = duplicates(list(columns.values()))
+    fault[good[twice]] = DUPLICATE
+    if twice.size:
+        keep = np.ones(good.size, bool)
+        keep[twice] = False
+        columns = {k: v[keep] for k, v in columns.items()}
+    rejected = np.flatnonzero(fault)
+    return Validated(
+        columns=columns,
+        rejected=rejected,
+        reasons=fault[rejected],
+        where=[names[w] if w >= 0 else "" for w in where[rejected]],
+    )
+
+
+def duplicates(columns: list[Array]) -> NDArray[np.int64]:
+    """Rows [n] equal in all columns to an earlier row, ascending.
+
+    Rows are grouped by a 64-bit hash and compared by value with the first of their group, so that a collision never
+    rejects a row.
+    """
+    n = len(columns[0])
+    key = np.zeros(n, np.uint64)
+    for column in columns:
+        for part in column.T if column.ndim == 2 else (column,):
+            bits = (part + 0.0).astype(np.float64).view(np.uint64) if part.dtype.kind == "f" else part.astype(np.uint64)
+            key = mix64(key ^ bits) + np.uint64(0x9E3779B97F4A7C15)
+    order = np.argsort(key, kind="stable")
+    if n == 0:
+        return order
+    sorted_key = key[order]
+    starts = np.flatnonzero(np.r_[True, sorted_key[1:] != sorted_key[:-1]])
+    first = np.repeat(order[starts], np.diff(np.r_[starts, n]))
+    suspects = first != order
+    a, b = order[suspects], first[suspects]
+    same = np.ones(a.size, bool)
+    for column in columns:
+        equal = column[a] == column[b]
+        same &= equal.all(axis=1) if equal.ndim == 2 else equal
+    return np.sort(a[same])
+
+
+def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64: a bijection of 64 bits whose output looks random (wraps around by design)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _single(chunked: pa.ChunkedArray) -> pa.Array:
+    array = chunked.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):  # what pyarrow gives for no chunk at all
+        array = (
+            array.chunk(0) if array.num_chunks == 1 else pa.concat_arrays(array.chunks or [pa.array([], chunked.type)])
+        )
+    return array.dictionary_decode() if isinstance(array, pa.DictionaryArray) else array
+
+
+def _column(array: pa.Array, column: Column) -> tuple[Array, NDArray[np.int8]]:
+    if column.kind == "vector":
+        return _vector(array, column)
+    values, fault = _numbers(array, column.name)
+    if column.kind == "float":
+        return _to_float32(values, fault)
+    values = _to_integers(values, fault)
+    _mark(fault, (values < 0) | (values >= column.cardinality), OUT_OF_RANGE)
+    return values, fault
+
+
+def _time(array: pa.Array) -> tuple[Array, NDArray[np.int8]]:
+    if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
+        # Floor, not truncate, and not a cast to seconds, which refuses fractions.
+        nanos = array.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+        array = pc.floor(pc.divide(nanos.cast(pa.float64()), 1e6))
+    values, fault = _numbers(array, TIME)
+    if values.dtype.kind == "f":
+        values = np.floor(values)  # a fraction of a second only makes ties, and ties are never history
+    values = _to_integers(values, fault)
+    _mark(fault, np.abs(values) > TIME_LIMIT, OUT_OF_RANGE)
+    return values, fault
+
+
+def _mark(fault: NDArray[np.int8], bad: NDArray[np.bool_], reason: int) -> None:
+    fault[bad & (fault == 0)] = reason
+
+
+def _numbers(array: pa.Array, name: str) -> tuple[Array, NDArray[np.int8]]:
+    """int64 or float64 values and fault codes; a faulty row holds 0."""
+    kind = array.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return _parse(array)
+    if not (
+        pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_decimal(kind)
+    ):
+        if not pa.types.is_null(kind):
+            raise TypeError(f"column {name!r} has the Arrow type {kind}; expected numbers or strings of numbers")
+        return np.zeros(len(array), np.int64), np.full(len(array), MISSING, np.int8)
+    fault = np.zeros(len(array), np.int8)
+    fault[pc.is_null(array).to_numpy(zero_copy_only=False)] = MISSING
+    if pa.types.is_uint64(kind):  # its upper half wraps to negative ids, which are out of range as well
+        return array.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64), fault
+    wide = pa.float64() if pa.types.is_floating(kind) or pa.types.is_decimal(kind) else pa.int64()
+    return _finite(array.cast(wide).fill_null(0).to_numpy(zero_copy_only=False), fault)
+
+
+def _finite(values: Array, fault: NDArray[np.int8]) -> tuple[Array, NDArray[np.int8]]:
+    if values.dtype.kind == "f":
+        bad = ~np.isfinite(values)
+        _mark(fault, bad, NOT_FINITE)
+        values = np.where(bad, 0.0, values)
+    return values, fault
+
+
+def _parse(array: pa.Array) -> tuple[Array, NDArray[np.int8]]:
+    text = pc.utf8_trim_whitespace(array).fill_null("")
+
+    def matches(pattern: str) -> NDArray[np.bool_]:
+        return pc.match_substring_regex(text, pattern).to_numpy(zero_copy_only=False)
+
+    integer, real = matches(_INTEGER), matches(_FLOAT)
+    fault = np.where(integer | real, 0, UNPARSABLE).astype(np.int8)
+    fault[matches(_NOT_FINITE)] = NOT_FINITE
+    fault[matches("^$")] = MISSING
+    if (integer | (fault != 0)).all():
+        plain = pc.replace_substring_regex(text, r"^\+", "")
+        return pc.if_else(pa.array(integer), plain, "0").cast(pa.int64()).to_numpy(zero_copy_only=False), fault
+    plain = pc.replace_substring_regex(text, r"^\+", "")
+    return _finite(
+        pc.if_else(pa.array(integer | real), plain, "0").cast(pa.float64()).to_numpy(zero_copy_only=False), fault
+    )
+
+
+def _to_integers(values: Array, fault: NDArray[np.int8]) -> NDArray[np.int64]:
+    if values.dtype.kind == "f":
+        _mark(fault, values != np.floor(values), NOT_INTEGER)
+        beyond = np.abs(values) >= 2.0**63
+        _mark(fault, beyond, OUT_OF_RANGE)
+        values = np.where(beyond, 0.0, values)
+    return values.astype(np.int64)
+
+
+def _to_float32(values: Array, fault: NDArray[np.int8]) -> tuple[Array, NDArray[np.int8]]:
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    bad = ~np.isfinite(narrow)
+    _mark(fault, bad.any(axis=1) if bad.ndim == 2 else bad, NOT_FINITE)
+    return np.where(bad, np.float32(0), narrow), fault
+
+
+def _vector(array: pa.Array, column: Column) -> tuple[Array, NDArray[np.int8]]:
+    kind, size = array.type, int(column.size or 0)
+    fault = np.zeros(len(array), np.int8)
+    values = np.zeros((len(array), size), np.float64)
+    if pa.types.is_null(kind):
+        return values.astype(np.float32), np.full(len(array), MISSING, np.int8)
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        raise TypeError(f"column {column.name!r} has the Arrow type {kind}; expected a list of {size} numbers")
+    fault[pc.is_null(array).to_numpy(zero_copy_only=False)] = MISSING
+    lengths = pc.list_value_length(array).fill_null(size).to_numpy(zero_copy_only=False)
+    _mark(fault, lengths != size, WRONG_SIZE)
+    good = fault == 0
+    inner, inner_fault = _numbers(pc.list_flatten(array.filter(pa.array(good))), column.name)
+    values[good] = inner.reshape(-1, size)
+    # The first faulty element speaks for its row.
+    codes = inner_fault.reshape(-1, size)
+    fault[good] = codes[np.arange(len(codes)), (codes != 0).argmax(axis=1)]
+    return _to_float32(values, fault)
