@@ -1,5 +1,70 @@
-"""Topology, sharding of tables and dense parameters, and atomic checkpoints for jagged models."""
+"""Topology, sharding of tables and dense parameters, and atomic checkpoints for jagged models.
+
+Names are imported on first use, so that `import gem_parallel` needs neither torch nor torchrec.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from gem_parallel.__about__ import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from gem_parallel.checkpoint import Checkpointer, CheckpointError, PerRank
+    from gem_parallel.config import ParallelConfig, RowWiseAdagrad
+    from gem_parallel.mesh import make_mesh
+    from gem_parallel.optimizer import load_optimizer_state, optimizer_state
+    from gem_parallel.parallel import ParallelModel, parallelize
+    from gem_parallel.runtime import PeerLostError, Runtime, start
+    from gem_parallel.tables import init_tables
+    from gem_parallel.topology import Tier, Topology
+
+_HOME = {
+    "Checkpointer": "checkpoint",
+    "CheckpointError": "checkpoint",
+    "PerRank": "checkpoint",
+    "ParallelConfig": "config",
+    "RowWiseAdagrad": "config",
+    "make_mesh": "mesh",
+    "load_optimizer_state": "optimizer",
+    "optimizer_state": "optimizer",
+    "ParallelModel": "parallel",
+    "parallelize": "parallel",
+    "PeerLostError": "runtime",
+    "Runtime": "runtime",
+    "start": "runtime",
+    "init_tables": "tables",
+    "Tier": "topology",
+    "Topology": "topology",
+}
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "ParallelConfig",
+    "ParallelModel",
+    "PeerLostError",
+    "PerRank",
+    "RowWiseAdagrad",
+    "Runtime",
+    "Tier",
+    "Topology",
+    "__version__",
+    "init_tables",
+    "load_optimizer_state",
+    "make_mesh",
+    "optimizer_state",
+    "parallelize",
+    "start",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"gem_parallel.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'gem_parallel' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

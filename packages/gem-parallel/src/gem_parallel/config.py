@@ -1,0 +1,68 @@
+"""What a user may choose: the layout of the ranks, the sharding of tables, and the sparse optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TABLE_SHARDINGS = ("auto", "table_wise", "row_wise", "column_wise")
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWiseAdagrad:
+    """The sparse optimizer: one second moment per row (Duchi et al. 2011, one accumulator per embedding vector).
+
+    For a row with gradient g [D] (summed over its occurrences in the global batch, of the loss averaged over ranks):
+
+        v <- v + mean(g^2);    w <- w - lr * g / (sqrt(v) + eps)
+
+    It runs inside the backward pass, fused with the table's gradient; a row that the batch does not touch is unchanged.
+    """
+
+    lr: float
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"RowWiseAdagrad.lr must be >= 0, got {self.lr!r}")
+        if not self.eps > 0:
+            raise ValueError(f"RowWiseAdagrad.eps must be > 0, got {self.eps!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a model is laid out over the ranks.
+
+    Attributes:
+        shard_group: how many neighbouring ranks share one copy of the dense parameters (the "shard" axis of the mesh);
+            the other axis, "replicate", holds world / shard_group copies. 0 means the whole world (no replicas).
+        table_sharding: "table_wise" (a table lives on one rank), "row_wise" (blocks of rows), "column_wise" (blocks of
+            columns) or "auto" (the planner chooses between table-wise and row-wise by cost). Tables are spread over
+            the whole world, whatever shard_group is. Column-wise keeps one AdaGrad moment per row and block of columns,
+            so it alone does not compute what a single process computes.
+        table_seed: seed of the tables' initial values.
+        table_std: standard deviation of the tables' initial values (uniform); None means uniform in +-1/sqrt(rows).
+        table_memory: share of the memory that the planner may give to tables.
+        batch_size: samples per rank, which the planner uses to estimate cost; it does not change results.
+    """
+
+    shard_group: int = 0
+    table_sharding: str = "auto"
+    table_seed: int = 0
+    table_std: float | None = None
+    table_memory: float = 0.7
+    batch_size: int = 512
+
+    def __post_init__(self) -> None:
+        if self.shard_group < 0:
+            raise ValueError(f"ParallelConfig.shard_group must be >= 0 (0: the whole world), got {self.shard_group}")
+        if self.table_sharding not in TABLE_SHARDINGS:
+            raise ValueError(
+                f"ParallelConfig.table_sharding must be one of {', '.join(TABLE_SHARDINGS)}, got {self.table_sharding!r}"
+            )
+        if self.table_std is not None and not self.table_std > 0:
+            raise ValueError(f"ParallelConfig.table_std must be > 0 or None, got {self.table_std!r}")
+        if not 0 < self.table_memory < 1:
+            raise ValueError(f"ParallelConfig.table_memory must be in (0, 1), got {self.table_memory!r}")
+        if self.batch_size < 1:
+            raise ValueError(f"ParallelConfig.batch_size must be >= 1, got {self.batch_size}")

@@ -1,0 +1,86 @@
+"""Dense parameters: FSDP2 over the units that the model names, and over the root for all that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+def dense_modules(root: nn.Module, tables: Iterable[nn.Module]) -> list[nn.Module]:
+    """Every module under `root` that neither is a table module nor lies inside one."""
+    inside = {id(m) for table in tables for m in table.modules()}
+    return [m for m in root.modules() if id(m) not in inside]
+
+
+def place_dense(root: nn.Module, tables: Iterable[nn.Module], device: torch.device) -> None:
+    """Move dense parameters and buffers to `device` and make every rank's values equal to rank 0's.
+
+    `root.to(device)` would move (or fail on) the tables too, so that the tensors are moved one by one. FSDP2 shards each
+    rank's own copy; without the broadcast, ranks that built the model from different seeds would train a patchwork.
+    """
+    for module in dense_modules(root, tables):
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is None:
+                    continue
+                if tensor.is_meta:
+                    raise ValueError(
+                        f"dense tensor {name!r} of {type(module).__name__} is on the meta device; build dense modules on a "
+                        "real device"
+                    )
+                tensor.data = tensor.data.to(device)
+                if dist.get_world_size() > 1:
+                    dist.broadcast(tensor.data if tensor.is_contiguous() else _contiguous(tensor), src=0)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.data = tensor.data.contiguous()
+    return tensor.data
+
+
+def shard_dense(
+    root: nn.Module, tables: Iterable[nn.Module], units: Iterable[str], mesh: DeviceMesh, precision: str
+) -> list[str]:
+    """Apply `fully_shard` to the units, innermost first, then to the root; the tables' parameters are ignored.
+
+    With precision "bf16" the units compute in bfloat16 (parameters are gathered in it) and hand float32 on to what
+    surrounds them; gradients are reduced in float32, and the shards that the optimizer sees stay float32. What lies
+    outside every unit computes in float32.
+
+    Returns:
+        the units' names in the order in which they were wrapped.
+
+    Raises:
+        ValueError: a unit that does not exist, or is a container without a forward of its own.
+    """
+    tables = list(tables)
+    # Raw traversal: TorchRec's modules override named_parameters and hide the kernels' own parameters in it.
+    ignored = {p for t in tables for m in t.modules() for p in m._parameters.values() if p is not None}
+    axes = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    unit_policy = policy
+    if precision == "bf16":
+        unit_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+    # A child's name is longer than its parent's: children first, as FSDP2 needs.
+    order = sorted(set(units), key=lambda name: (-name.count("."), name))
+    for name in order:
+        fully_shard(_unit(root, name), mesh=axes, mp_policy=unit_policy, ignored_params=ignored)
+    fully_shard(root, mesh=axes, mp_policy=policy, ignored_params=ignored)
+    return order
+
+
+def _unit(root: nn.Module, name: str) -> nn.Module:
+    try:
+        module = root.get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"unit {name!r} is not a submodule of {type(root).__name__}") from None
+    if module is root or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(f"unit {name!r} is a {type(module).__name__}; a unit must be an inner module with a forward")
+    return module

@@ -1,0 +1,114 @@
+"""The dense optimizer's state by parameter name, so that it can be saved in one world and loaded in another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from gem_parallel.parallel import ParallelModel
+
+# What torch.optim's optimizers start from zero; the rest has a start of its own, which the first step writes.
+_ZERO_AT_START = frozenset(
+    (
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+    )
+)
+
+
+def optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`{"state": {"name/key": tensor}, "groups": {index: {option: value, "params": [name, ...]}}}`, aliases of the live tensors.
+
+    Tensors with a parameter's shape are sharded like it (DTensor) or plain. An optimizer that has made no step yet is
+    given its initial state first, so that there is something to load into.
+
+    Raises:
+        ValueError: the optimizer holds a parameter that is not a dense parameter of the model.
+    """
+    names = {id(param): name for name, param in model.named_dense_parameters()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is no dense parameter of the model"
+                )
+    if not optimizer.state:
+        _initialise(optimizer)
+    state: dict[str, Any] = {}
+    for param, values in optimizer.state.items():
+        for key, value in values.items():
+            if value is not None:
+                state[f"{names[id(param)]}/{key}"] = value
+    groups = {
+        str(index): {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [names[id(param)] for param in group["params"]],
+        }
+        for index, group in enumerate(optimizer.param_groups)
+    }
+    return {"state": state, "groups": groups}
+
+
+@torch.no_grad()
+def load_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Copy `state`, laid out like `optimizer_state`, into the optimizer; the groups' options (lr, betas) too.
+
+    Raises:
+        ValueError: names or groups that do not match.
+    """
+    from gem_parallel.parallel import _copy
+
+    live = optimizer_state(model, optimizer)
+    missing, unknown = live["state"].keys() - state["state"].keys(), state["state"].keys() - live["state"].keys()
+    if missing or unknown:
+        raise ValueError(f"load_optimizer_state: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    by_name = dict(model.named_dense_parameters())
+    for path, value in state["state"].items():
+        name, key = path.rsplit("/", 1)
+        target = live["state"][path]
+        if isinstance(target, torch.Tensor):
+            _copy(target, value, path)
+        else:
+            optimizer.state[by_name[name]][key] = value
+    if len(state["groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"load_optimizer_state: {len(state['groups'])} parameter groups for an optimizer with "
+            f"{len(optimizer.param_groups)}"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        saved = state["groups"][str(index)]
+        if saved["params"] != live["groups"][str(index)]["params"]:
+            raise ValueError(f"load_optimizer_state: group {index} holds other parameters than the saved one")
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+@torch.no_grad()
+def _initialise(optimizer: torch.optim.Optimizer) -> None:
+    """Make the lazy state by a step with zero gradients and learning rate zero, then put it back to its start."""
+    grads, rates = [], [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for param in group["params"]:
+            grads.append((param, param.grad))
+            param.grad = torch.zeros_like(param)
+    try:
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for param, grad in grads:
+            param.grad = grad
+    for values in optimizer.state.values():
+        for key, value in values.items():
+            if key in _ZERO_AT_START and isinstance(value, torch.Tensor):
+                value.zero_()

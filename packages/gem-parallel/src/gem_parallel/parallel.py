@@ -1,0 +1,231 @@
+"""`parallelize`: one model, its tables sharded by TorchRec and its dense parameters by FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad
+from gem_parallel.dense import place_dense, shard_dense
+from gem_parallel.mesh import make_mesh
+from gem_parallel.runtime import Runtime
+from gem_parallel.sparse import (
+    TableShard,
+    find_tables,
+    global_shape,
+    local_shards,
+    plan_rows,
+    plan_tables,
+    set_learning_rate,
+    shard_tables,
+)
+from gem_parallel.tables import init_tables
+from gem_parallel.topology import Topology
+
+
+class ParallelModel:
+    """A model spread over the ranks; made by `parallelize`.
+
+    Call it like the model, on this rank's part of the batch. Its loss should be the mean over the rank's samples: the
+    gradients are then those of the mean over all ranks. `backward` updates the tables (fused); the dense parameters
+    wait for an optimizer over `dense_parameters()`.
+    """
+
+    def __init__(
+        self,
+        dmp: DistributedModelParallel,
+        runtime: Runtime,
+        mesh: DeviceMesh | None,
+        shards: list[TableShard],
+        table_names: Sequence[str],
+        units: Sequence[str],
+    ) -> None:
+        self.runtime = runtime
+        self.mesh = mesh
+        self._dmp = dmp
+        self._shards = shards
+        self._table_modules = tuple(table_names)
+        self._units = tuple(units)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, with its modules replaced by sharded ones."""
+        return self._dmp.module
+
+    @property
+    def sparse_optimizer(self) -> Any:
+        """TorchRec's KeyedOptimizer over the tables; its update runs inside `backward`."""
+        return self._dmp.fused_optimizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on this rank's batch."""
+        with self.runtime.waiting("the forward pass"):
+            return self._dmp(*args, **kwargs)
+
+    def named_dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter) of everything but the tables; DTensor shards when FSDP2 is at work."""
+        prefixes = tuple(f"{name}." for name in self._table_modules)
+        named: list[tuple[str, nn.Parameter]] = []
+        seen: set[int] = set()
+        for prefix, module in self.module.named_modules():
+            if f"{prefix}.".startswith(prefixes):
+                continue
+            for name, param in module._parameters.items():
+                if param is not None and id(param) not in seen:
+                    seen.add(id(param))
+                    named.append((f"{prefix}.{name}" if prefix else name, param))
+        return named
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """The parameters for the dense optimizer."""
+        return [param for _, param in self.named_dense_parameters()]
+
+    def set_sparse_lr(self, lr: float) -> None:
+        """Learning rate of the tables from the next backward pass on."""
+        set_learning_rate(self.sparse_optimizer, lr)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale dense gradients so that their global L2 norm is at most `max_norm`.
+
+        Returns:
+            the norm before clipping, a float32 scalar, the same on every rank. Tables are not clipped: their update has
+            happened already.
+        """
+        params = self.dense_parameters()
+        with self.runtime.waiting("the norm of the dense gradients"):
+            norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return norm.detach().to(torch.float32)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """`{"model": {name: tensor}, "sparse_optimizer": {name: tensor}}`, aliases of the live tensors.
+
+        Tables and moments are ShardedTensors, dense parameters DTensors or plain tensors: as
+        `torch.distributed.checkpoint` wants them, and it may load into them in place. Names are the unsharded model's.
+        """
+        sparse = {
+            f"{table}.{key.rsplit('.', 1)[-1]}": tensor
+            for table, values in self.sparse_optimizer.state_dict()["state"].items()
+            for key, tensor in values.items()
+        }
+        return {"model": dict(self._dmp.state_dict()), "sparse_optimizer": sparse}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Copy `state`, laid out like `state_dict()`, into the model; a plain tensor of the global shape serves too.
+
+        Raises:
+            ValueError: names that are missing or unknown, or shapes that differ.
+        """
+        for part, target in self.state_dict().items():
+            source = state.get(part, {})
+            missing, unknown = sorted(target.keys() - source.keys()), sorted(source.keys() - target.keys())
+            if missing or (unknown and part == "model"):
+                raise ValueError(f"load_state_dict: {part}: missing {missing}, unknown {unknown}")
+            for name, tensor in target.items():
+                _copy(tensor, source[name], f"{part}: {name}")
+        self.sparse_optimizer.post_load_state_dict()
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        """Training mode (dropout and the like), as `nn.Module.train`."""
+        self._dmp.train(mode)
+        return self
+
+    def eval(self) -> ParallelModel:
+        """Evaluation mode."""
+        return self.train(False)
+
+    def describe(self) -> list[TableShard]:
+        """The sharding plan: which block of which table lies on which rank. `print(*parallel.describe(), sep="\\n")`."""
+        return list(self._shards)
+
+
+def parallelize(
+    model: nn.Module,
+    roles: Mapping[str, str],
+    config: ParallelConfig,
+    runtime: Runtime,
+    *,
+    sparse: RowWiseAdagrad,
+    units: Sequence[str] = (),
+    precision: str = "fp32",
+    topology: Topology | None = None,
+) -> ParallelModel:
+    """Spread `model` over the ranks of `runtime`. The model is changed in place; use the result from then on.
+
+    Tables are sharded by TorchRec, also in a world of one, and (re)initialised by `init_tables`. Dense parameters are
+    made equal to rank 0's, then sharded by FSDP2 on the (replicate, shard) mesh when there is more than one rank or
+    when precision is "bf16" (so that bfloat16 means the same in every world).
+
+    Args:
+        model: its tables are torchrec EmbeddingCollections / EmbeddingBagCollections on any device (meta spares the
+            memory), the rest is on a real device.
+        roles: parameter name -> "dense", "expert" or "table", for every parameter.
+        config: the layout.
+        runtime: from `start`.
+        sparse: the tables' optimizer.
+        units: names of submodules that FSDP2 gathers one by one.
+        precision: "fp32", or "bf16": the units compute in bfloat16 with float32 master weights and reductions.
+        topology: the machine, for the planner; detected by default.
+
+    Raises:
+        ValueError: a role that is missing, unknown or contradicts the modules; a shard_group that does not divide the
+            world; a unit that does not exist; tables for which no plan fits.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    table_modules = find_tables(model)
+    _check_roles(model, roles, table_modules)
+    sharded = runtime.world > 1 or precision == "bf16"
+    mesh = make_mesh(runtime, config) if sharded else None
+    plan = plan_tables(model, config, runtime, topology)
+    with runtime.waiting("the tables' sharding"):
+        place_dense(model, table_modules.values(), runtime.device)
+        dmp = shard_tables(model, sparse, plan, runtime)
+        order: list[str] = []
+        if mesh is not None:
+            tables = [dmp.module.get_submodule(name) for name in table_modules]
+            order = shard_dense(dmp.module, tables, units, mesh, precision)
+    init_tables(dmp.module, config.table_seed, config.table_std)
+    return ParallelModel(dmp, runtime, mesh, plan_rows(plan), list(table_modules), order)
+
+
+def _check_roles(model: nn.Module, roles: Mapping[str, str], tables: Mapping[str, nn.Module]) -> None:
+    names = {name for name, _ in model.named_parameters()}
+    in_tables = {name for name in names if any(name.startswith(f"{table}.") for table in tables)}
+    for name in sorted(names):
+        role = roles.get(name)
+        if role not in ("dense", "expert", "table"):
+            raise ValueError(f'parameter {name!r} has role {role!r}; expected "dense", "expert" or "table"')
+        if (role == "table") != (name in in_tables):
+            where = "lies in" if name in in_tables else "does not lie in"
+            raise ValueError(f"parameter {name!r} has role {role!r}, but {where} a torchrec embedding collection")
+    unknown = sorted(set(roles) - names)
+    if unknown:
+        raise ValueError(f"roles names parameters that the model lacks: {unknown}")
+    if any(roles[name] == "expert" for name in names):
+        warnings.warn(
+            "expert parameters are sharded like dense ones: expert parallelism is not there yet", stacklevel=3
+        )
+
+
+@torch.no_grad()
+def _copy(target: Any, source: Any, name: str) -> None:
+    if global_shape(target) != global_shape(source):
+        raise ValueError(f"load_state_dict: {name}: expected shape {global_shape(target)}, got {global_shape(source)}")
+    whole = type(source) in (torch.Tensor, nn.Parameter)
+    theirs = [] if whole else list(local_shards(source))
+    for index, (block, offset) in enumerate(local_shards(target)):
+        if whole:
+            part = source[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))]
+        else:
+            part, other = theirs[index]
+            if other != offset or part.shape != block.shape:
+                raise ValueError(f"load_state_dict: {name}: laid out otherwise; load through a Checkpointer instead")
+        if part.data_ptr() != block.data_ptr():
+            block.detach().copy_(part)
