@@ -1,0 +1,250 @@
+"""What the data offers (:class:`ModelInputs`) and how the model is built (:class:`GemConfig`). Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ATTENTIONS = ("softmax", "gdpa")
+ACTIVATIONS = ("identity", "relu", "relu2", "leaky_relu", "gelu", "gelu_tanh", "gelu_poly", "silu", "hardswish")
+ROTARIES = ("none", "position", "time", "both")
+TIME_GAPS = 2  # numbers that the model adds to each event: time to the request, time since the previous event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """An embedding table of ``rows`` x ``dim`` float32; an id is a row, so ids run from 0 to ``rows - 1``."""
+
+    name: str
+    rows: int
+    dim: int
+
+    def __post_init__(self) -> None:
+        _check_name("Table.name", self.name)
+        _at_least(f"rows of table {self.name!r}", self.rows, 1)
+        _at_least(f"dim of table {self.name!r}", self.dim, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A history of events: its categorical columns with their tables, its float columns with their sizes.
+
+    ``ids`` holds (column, table) pairs, ``floats`` (column, size) pairs. ``max_len`` is the longest history that the data
+    sends, in events; 0 means that nobody knows.
+    """
+
+    name: str
+    ids: tuple[tuple[str, str], ...]
+    floats: tuple[tuple[str, int], ...] = ()
+    max_len: int = 0
+
+    def __post_init__(self) -> None:
+        _check_name("Source.name", self.name)
+        if not self.ids:
+            raise ValueError(f"source {self.name!r} has no categorical column: an event needs at least one id")
+        _no_duplicates(f"columns of source {self.name!r}", [c for c, _ in (*self.ids, *self.floats)])
+        for column, size in self.floats:
+            _at_least(f"size of column {column!r} of source {self.name!r}", size, 1)
+        _at_least(f"max_len of source {self.name!r}", self.max_len, 0)
+
+    def event_width(self, table_dim: int) -> int:
+        """How many numbers describe an event: its ids' rows, its floats, and two time gaps."""
+        return len(self.ids) * table_dim + sum(size for _, size in self.floats) + TIME_GAPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInputs:
+    """What a batch offers to the model.
+
+    Args:
+        tables: the embedding tables, all of one dim.
+        sources: the histories; may be empty.
+        sparse: (feature, table) pairs of the non-sequence categorical features, each with zero or more ids a sample.
+        dense: how many dense floats a sample has.
+        tasks: the names of the binary labels, in the order of the labels' columns.
+
+    Raises:
+        ValueError: for a name used twice, an unknown table, a table that nothing uses or whose dim differs.
+    """
+
+    tables: tuple[Table, ...]
+    tasks: tuple[str, ...]
+    sources: tuple[Source, ...] = ()
+    sparse: tuple[tuple[str, str], ...] = ()
+    dense: int = 0
+
+    def __post_init__(self) -> None:
+        _no_duplicates("tables", [t.name for t in self.tables])
+        _no_duplicates("sources", [s.name for s in self.sources])
+        _no_duplicates("sparse features", [f for f, _ in self.sparse])
+        _no_duplicates("tasks", self.tasks)
+        _at_least("dense", self.dense, 0)
+        if not self.tasks:
+            raise ValueError("ModelInputs.tasks is empty: the model needs at least one binary label to predict")
+        if not (self.sparse or self.dense):
+            raise ValueError("ModelInputs has no sparse and no dense feature: nothing says what is to be scored")
+        for task in self.tasks:
+            _check_name("task", task)
+        for feature, _ in self.sparse:
+            _check_name("sparse feature", feature)
+        names = [t.name for t in self.tables]
+        uses = [(f"{s.name}.{c}", table) for s in self.sources for c, table in s.ids] + list(self.sparse)
+        for user, table in uses:
+            if table not in names:
+                raise ValueError(f"{user!r} asks for table {table!r}, {_known(table, names)}")
+        if unused := sorted(set(names) - {table for _, table in uses}):
+            raise ValueError(f"no feature and no event column uses table {unused[0]!r}; remove it from ModelInputs.tables")
+        if len({t.dim for t in self.tables}) > 1:
+            raise ValueError(f"all tables must have one dim, found {({t.name: t.dim for t in self.tables})}")
+
+    def table(self, name: str) -> Table:
+        """The table called ``name``."""
+        return next(t for t in self.tables if t.name == name)
+
+    @property
+    def table_dim(self) -> int:
+        """The dim that all tables share; 0 where there is no table."""
+        return self.tables[0].dim if self.tables else 0
+
+    @property
+    def sequence_tables(self) -> frozenset[str]:
+        """Tables that some history uses: they give one row an id, and are never pooled by the table's engine."""
+        return frozenset(table for s in self.sources for _, table in s.ids)
+
+    def candidate_columns(self, source: Source) -> tuple[tuple[str, str], ...]:
+        """(column, sparse feature) pairs: which columns of ``source`` the candidate itself has, by sharing their table.
+
+        A column of the same name wins over another feature of the same table; each feature stands for one column at most.
+        """
+        free = dict(self.sparse)
+        pairs = []
+        for column, table in source.ids:
+            shared = [f for f, t in free.items() if t == table]
+            if shared:
+                feature = column if column in shared else shared[0]
+                del free[feature]
+                pairs.append((column, feature))
+        return tuple(pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemConfig:
+    """The shape of a GEM. ``d`` below is ``width``, ``N`` the number of non-sequence tokens.
+
+    Args:
+        width: d, the size of every token.
+        heads: attention heads; each has width / heads dims, which must be even for the rotary embedding.
+        layers: interleaved (InterFormer) layers.
+        n_tokens: N after the first layer, X in R^{N x d}; before it, N follows from the inputs.
+        n_dense: tokens that the dense features become.
+        n_sum: tokens of X_sum, the summary of the non-sequence tokens that the sequences see; also the CLS tokens.
+        pma_queries: learned queries that pool a history.
+        recent: how many of the latest events enter the summary as they are.
+        ff_mult: hidden size of the event's feed-forward network, in widths.
+        pffn_tokens: key/value tokens made of X_sum for the personalised feed-forward network; 0 leaves it out.
+        interaction_rank: k of Y in R^{N x k} in the factorisation machine block X (X^T Y).
+        interaction_hidden: hidden size of that block's MLP, in widths.
+        interaction_fm: how many of the N output tokens the factorisation machine block makes; the rest are linear.
+        attention: "softmax", or "gdpa" (O = c act(Q K^T) V).
+        activation: the act of gdpa, used by attention="gdpa" and by the personalised feed-forward network.
+        window: an event sees itself and the ``window`` events on each side of it (only the earlier ones when ``causal``);
+            None is everything. The CLS tokens and the pooling queries always see the whole history.
+        causal: an event sees itself and what precedes it. The whole history precedes the candidate, so False leaks nothing.
+        rotary: what rotates q and k: "position", "time" (ROTE: log(1 + dt / time_scale)), "both" (half the dims each), "none".
+        time_scale: seconds; below it, time gaps look alike.
+        head_hidden: hidden size of each task's MLP.
+        dropout: probability, on event tokens, non-sequence tokens and in the heads.
+
+    Raises:
+        ValueError: naming the value and what was expected.
+    """
+
+    width: int = 64
+    heads: int = 4
+    layers: int = 2
+    n_tokens: int = 16
+    n_dense: int = 4
+    n_sum: int = 4
+    pma_queries: int = 4
+    recent: int = 4
+    ff_mult: float = 2.0
+    pffn_tokens: int = 8
+    interaction_rank: int = 8
+    interaction_hidden: int = 4
+    interaction_fm: int = 8
+    attention: str = "softmax"
+    activation: str = "silu"
+    window: int | None = None
+    causal: bool = False
+    rotary: str = "both"
+    time_scale: float = 60.0
+    head_hidden: int = 64
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "heads", "layers", "n_tokens", "n_dense", "n_sum", "interaction_rank", "head_hidden"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("pma_queries", "recent", "pffn_tokens"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("interaction_hidden", self.interaction_hidden, 1)
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        dims = 4 if self.rotary == "both" else 2
+        if self.rotary != "none" and self.head_dim % dims:
+            raise ValueError(
+                f"rotary={self.rotary!r} needs a head dim that is a multiple of {dims}, "
+                f"width {self.width} / heads {self.heads} gives {self.head_dim}"
+            )
+        if not 0 < self.interaction_fm < self.n_tokens:
+            raise ValueError(f"interaction_fm must lie between 1 and n_tokens - 1 = {self.n_tokens - 1}, got {self.interaction_fm}")
+        if self.ff_mult <= 0:
+            raise ValueError(f"ff_mult must be positive, got {self.ff_mult}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if self.time_scale <= 0:
+            raise ValueError(f"time_scale must be a positive number of seconds, got {self.time_scale}")
+        if self.window is not None:
+            _at_least("window", self.window, 1)
+        for name, known in (("attention", ATTENTIONS), ("activation", ACTIVATIONS), ("rotary", ROTARIES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is {_known(getattr(self, name), known)}")
+
+    @property
+    def head_dim(self) -> int:
+        """Dims of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def ff_hidden(self) -> int:
+        """Hidden size of the event's feed-forward network, rounded up to a multiple of 8."""
+        return -(-int(self.ff_mult * self.width) // 8) * 8
+
+
+def _known(value: object, known: Iterable[str]) -> str:
+    """"unknown; did you mean ...? known: ..." for an error message."""
+    known = list(known)
+    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown{hint} Known: {', '.join(map(repr, known)) or 'none'}" if hint else f"unknown; known: {', '.join(map(repr, known)) or 'none'}"
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_name(what: str, name: str) -> None:
+    # TorchRec builds module paths and feature keys from these names; "." separates a source from its column.
+    if not name or "." in name or "@" in name or "/" in name:
+        raise ValueError(f"{what} must be non-empty without '.', '@' or '/', got {name!r}")
+
+
+def _no_duplicates(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{what}: {name!r} appears twice")
+        seen.add(name)

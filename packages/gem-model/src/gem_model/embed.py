@@ -1,0 +1,204 @@
+"""Ids to rows, events to tokens, everything else to tokens.
+
+`B` samples, `T` events of one source, `N` ids of one feature, `D` dim of the tables, `d` width, `F` dense features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+
+from gem_model.batch import BatchLike, SequenceLike
+from gem_model.config import GemConfig, ModelInputs, Source
+
+V = TypeVar("V")
+
+TABLE_INIT = 0.05  # half-width of the uniform distribution that the rows start from, unless the table is tiny: see `_scale`
+DENSE_LIMIT = 8.0  # standard deviations; beyond them a dense feature is clipped
+
+
+def pick(mapping: Mapping[str, V], key: str, what: str) -> V:
+    """``mapping[key]``, or a ValueError that says what the batch lacks and what it has."""
+    try:
+        return mapping[key]
+    except KeyError:
+        raise ValueError(f"the batch has no {what} {key!r}; it has {sorted(mapping)}") from None
+
+
+def keyed_jagged(columns: Mapping[str, tuple[Tensor, Tensor]]) -> KeyedJaggedTensor:
+    """TorchRec's batch of ids from {key: (values [N] int64, offsets [B + 1])}.
+
+    The number of ids of each key is known on the host from the shapes, and given, so that nothing waits for the device.
+    """
+    values = [v for v, _ in columns.values()]
+    lengths = [o.diff() for _, o in columns.values()]
+    return KeyedJaggedTensor(
+        keys=list(columns),
+        values=torch.cat(values),
+        lengths=torch.cat(lengths),
+        stride=lengths[0].numel(),
+        length_per_key=[v.numel() for v in values],
+    )
+
+
+def sum_pool(rows: Tensor, offsets: Tensor) -> Tensor:
+    """[N, D] -> [B, D]: the sum of each sample's rows, zero where it has none."""
+    return torch.segment_reduce(rows, "sum", offsets=offsets, axis=0, unsafe=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What the tables answered: ``events`` "source.column" -> [T, D], ``pooled`` sparse feature -> [B, D]."""
+
+    events: dict[str, Tensor]
+    pooled: dict[str, Tensor]
+
+
+class Tables(nn.Module):
+    """All embedding tables, in the two TorchRec collections that its DistributedModelParallel can shard.
+
+    A table that some history uses lives in ``shared`` (EmbeddingCollection: one row an id), together with the sparse features
+    that look into it, such as the candidate's own id. Every other table lives in ``bags`` (EmbeddingBagCollection: summed).
+    A sharded collection answers in its own order, so everything is taken by key.
+    """
+
+    def __init__(self, inputs: ModelInputs, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        shared = inputs.sequence_tables
+        users: dict[str, list[str]] = {table.name: [] for table in inputs.tables}
+        for source in inputs.sources:
+            for column, table in source.ids:
+                users[table].append(f"{source.name}.{column}")
+        for feature, table in inputs.sparse:
+            users[table].append(feature)
+
+        def configs(kind: Any, names: list[str]) -> list[Any]:
+            return [
+                kind(
+                    name=name,
+                    embedding_dim=inputs.table_dim,
+                    num_embeddings=inputs.table(name).rows,
+                    feature_names=users[name],
+                    weight_init_min=-TABLE_INIT,
+                    weight_init_max=TABLE_INIT,
+                )
+                for name in names
+            ]
+
+        in_histories = [t.name for t in inputs.tables if t.name in shared]
+        others = [t.name for t in inputs.tables if t.name not in shared]
+        self.shared = EmbeddingCollection(configs(EmbeddingConfig, in_histories), device) if in_histories else None
+        self.bags = EmbeddingBagCollection(configs(EmbeddingBagConfig, others), device=device) if others else None
+        self.event_columns = [(s.name, column) for s in inputs.sources for column, _ in s.ids]
+        self.shared_features = [f for f, table in inputs.sparse if table in shared]
+        self.bag_features = [f for f, table in inputs.sparse if table not in shared]
+
+    def forward(self, batch: BatchLike) -> Rows:
+        """Look up every id of the batch."""
+        events: dict[str, Tensor] = {}
+        pooled: dict[str, Tensor] = {}
+        ids = {f: pick(batch.sparse, f, "sparse feature") for f in (*self.shared_features, *self.bag_features)}
+        # Both lookups start before either answer is read: sharded ones are asynchronous.
+        found = summed = None
+        if self.shared is not None:
+            columns = {}
+            for source, column in self.event_columns:
+                sequence = pick(batch.sequences, source, "sequence")
+                columns[f"{source}.{column}"] = (
+                    pick(sequence.ids, column, f"id column in sequence {source!r}:"),
+                    sequence.offsets,
+                )
+            columns |= {f: (ids[f].values, ids[f].offsets) for f in self.shared_features}
+            found = self.shared(keyed_jagged(columns))
+        if self.bags is not None:
+            summed = self.bags(keyed_jagged({f: (ids[f].values, ids[f].offsets) for f in self.bag_features}))
+        if found is not None:
+            events = {f"{s}.{c}": found[f"{s}.{c}"].values() for s, c in self.event_columns}
+            pooled = {f: sum_pool(found[f].values(), ids[f].offsets) for f in self.shared_features}
+        if summed is not None:
+            pooled |= {f: summed[f] for f in self.bag_features}
+        return Rows(events=events, pooled=pooled)
+
+
+class EventEncoder(nn.Module):
+    """Events of one source to tokens: e = Norm(W [id rows || floats || time gaps] + b), in R^{T x d}.
+
+    The id columns include those that describe the outcome (the action). The candidate becomes a token of the same space: the
+    rows of the columns that it shares with the events, zeros for what is not known of it yet, and a learned mark m:
+    c = Norm(W [rows || 0 || 0] + b + m).
+    """
+
+    def __init__(self, source: Source, config: GemConfig, inputs: ModelInputs) -> None:
+        super().__init__()
+        self.source = source.name
+        self.id_columns = [column for column, _ in source.ids]
+        self.float_columns = [column for column, _ in source.floats]
+        self.candidate_features = dict(inputs.candidate_columns(source))
+        width_in = source.event_width(inputs.table_dim)
+        self.extra = width_in - len(self.id_columns) * inputs.table_dim
+        self.linear = nn.Linear(width_in, config.width)
+        self.norm = nn.LayerNorm(config.width)
+        self.mark = nn.Parameter(torch.zeros(config.width)) if self.candidate_features else None
+
+    def forward(self, rows: Rows, sequence: SequenceLike, age: Tensor, gap: Tensor) -> Tensor:
+        """Tokens [T, d]; ``age`` and ``gap`` [T] float32 are log(1 + dt / time_scale) to the request and to the previous event."""
+        columns = [rows.events[f"{self.source}.{column}"] for column in self.id_columns]
+        columns += [pick(sequence.floats, c, f"float column in sequence {self.source!r}:") for c in self.float_columns]
+        columns += [(0.1 * torch.stack((age, gap), dim=1))]  # about [0, 2] for gaps from nothing to centuries
+        return self.norm(self.linear(torch.cat(columns, dim=1)))
+
+    def candidate(self, rows: Rows) -> Tensor | None:
+        """The candidate as an event [B, d]; None where it shares no column with this source's events."""
+        if self.mark is None:
+            return None
+        known = {column: rows.pooled[feature] for column, feature in self.candidate_features.items()}
+        some = next(iter(known.values()))
+        columns = [known.get(column, torch.zeros_like(some)) for column in self.id_columns]
+        columns.append(some.new_zeros(some.shape[0], self.extra))
+        return self.norm(self.linear(torch.cat(columns, dim=1)) + self.mark)
+
+
+class FeatureEncoder(nn.Module):
+    """Non-sequence features to tokens X in R^{B x N x d}: each sparse feature its own projection, dense features an MLP."""
+
+    dense_mean: Tensor
+    dense_std: Tensor
+
+    def __init__(self, config: GemConfig, inputs: ModelInputs) -> None:
+        super().__init__()
+        self.features = [feature for feature, _ in inputs.sparse]
+        self.width, self.dense_tokens = config.width, config.n_dense if inputs.dense else 0
+        self.n_tokens = len(self.features) + self.dense_tokens
+        if self.features:
+            self.projections = nn.Parameter(torch.empty(len(self.features), inputs.table_dim, config.width))
+        if inputs.dense:
+            self.register_buffer("dense_mean", torch.zeros(inputs.dense))
+            self.register_buffer("dense_std", torch.ones(inputs.dense))
+            hidden = config.n_dense * config.width
+            self.dense = nn.Sequential(nn.Linear(inputs.dense, hidden), nn.GELU(), nn.Linear(hidden, hidden))
+        self.norm = nn.LayerNorm(config.width)
+
+    def standardise(self, dense: Tensor) -> Tensor:
+        """(x - mean) / std clipped to 8 standard deviations, [B, F]."""
+        return ((dense - self.dense_mean) / self.dense_std).clamp(-DENSE_LIMIT, DENSE_LIMIT)
+
+    def forward(self, rows: Rows, dense: Tensor | None) -> Tensor:
+        """Tokens [B, N, d]; ``dense`` [B, F] is standardised already."""
+        tokens = []
+        if self.features:
+            stacked = torch.stack([rows.pooled[f] for f in self.features])  # [F, B, D]
+            tokens.append(torch.bmm(stacked, self.projections).transpose(0, 1))
+        if dense is not None:
+            tokens.append(self.dense(dense).unflatten(1, (self.dense_tokens, self.width)))
+        return self.norm(torch.cat(tokens, dim=1))

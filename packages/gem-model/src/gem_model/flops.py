@@ -1,0 +1,100 @@
+"""Useful FLOPs of a GEM's forward pass, exactly, from the lengths of the histories. Imports no torch.
+
+Counted: two for each multiply-add of the matrix products, on real events and on the (query, key) pairs that may see each
+other. Not counted: element-wise work, norms, lookups, padding. A training step counts three forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from gem_model.config import GemConfig, ModelInputs
+
+
+def batch_flops(
+    config: GemConfig, inputs: ModelInputs, lengths: Mapping[str, Iterable[int]], *, batch_size: int | None = None
+) -> int:
+    """FLOPs of one forward pass over a batch.
+
+    Args:
+        config: the model's shape.
+        inputs: what the batches hold.
+        lengths: for each source the number of events of each sample (a list, an array or a tensor of B integers).
+        batch_size: B; needed only where there is no source.
+
+    Raises:
+        ValueError: when the sources do not fit, or the number of samples is unknown or not the same for all.
+    """
+    return sum(unit_flops(config, inputs, lengths, batch_size=batch_size).values())
+
+
+def unit_flops(
+    config: GemConfig, inputs: ModelInputs, lengths: Mapping[str, Iterable[int]], *, batch_size: int | None = None
+) -> dict[str, int]:
+    """The same by part: "features", "events.<source>", "layers.<i>", "heads", as the model's submodules are named."""
+    counts = {source: [int(n) for n in values] for source, values in lengths.items()}
+    if set(counts) != {s.name for s in inputs.sources}:
+        raise ValueError(f"expected lengths of the sources {[s.name for s in inputs.sources]}, got {sorted(counts)}")
+    sizes = {len(values) for values in counts.values()} | ({batch_size} if batch_size is not None else set())
+    if len(sizes) != 1:
+        raise ValueError(f"expected one number of samples, got {sorted(sizes) or 'none: give batch_size'}")
+    batch = sizes.pop()
+    c, d = config, config.width
+    hidden = c.n_dense * d
+    features = batch * len(inputs.sparse) * 2 * inputs.table_dim * d
+    features += batch * 2 * hidden * (inputs.dense + hidden) if inputs.dense else 0
+    parts = {"features": features}
+    for source in inputs.sources:
+        tokens = sum(counts[source.name]) + (batch if inputs.candidate_columns(source) else 0)
+        parts[f"events.{source.name}"] = 2 * tokens * source.event_width(inputs.table_dim) * d
+    n_in = len(inputs.sparse) + (c.n_dense if inputs.dense else 0)
+    for layer in range(c.layers):
+        parts[f"layers.{layer}"] = _layer(c, inputs, counts, batch, n_in)
+        n_in = c.n_tokens
+    per_task = 2 * c.n_tokens * d * c.head_hidden + 2 * c.head_hidden + 2 * inputs.dense
+    parts["heads"] = batch * len(inputs.tasks) * per_task
+    return parts
+
+
+def _layer(c: GemConfig, inputs: ModelInputs, counts: Mapping[str, list[int]], batch: int, n_in: int) -> int:
+    """One InterFormer layer with ``n_in`` non-sequence tokens."""
+    d = c.width
+    flops, n = 0, n_in
+    if inputs.sources:
+        flops += batch * (2 * n_in * c.n_sum * d + 2 * c.n_sum * 2 * d * d)  # mix, then MLP and gating
+    for source in inputs.sources:
+        n_cls = c.n_sum + bool(inputs.candidate_columns(source))
+        n_summary = n_cls + c.pma_queries + c.recent
+        n += n_summary
+        flops += _tower(c, counts[source.name], batch, n_cls)
+        flops += batch * n_summary * 2 * d * d  # gating
+    hidden = c.interaction_hidden * d
+    flops += batch * 2 * (2 * n * d * c.interaction_rank)  # X^T Y and X (X^T Y)
+    flops += batch * (2 * n * c.interaction_rank * hidden + 2 * hidden * c.interaction_fm * d)
+    flops += batch * 2 * n * d * (c.n_tokens - c.interaction_fm + c.n_tokens)  # LCB and proj
+    return flops
+
+
+def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int) -> int:
+    """PFFN, self-attention with CLS tokens, PMA over one source."""
+    d, events = c.width, sum(lengths)
+    flops = events * 3 * 2 * d * c.ff_hidden
+    if c.pffn_tokens:
+        flops += events * 2 * 2 * d * d  # q and out
+        flops += batch * c.pffn_tokens * (2 * c.n_sum * d + 2 * d * 2 * d)  # K and V from X_sum
+        flops += events * c.pffn_tokens * 4 * d
+    flops += events * 4 * 2 * d * d + batch * n_cls * 2 * 2 * d * d  # qkv and out; q and out of CLS
+    flops += 4 * d * (sum(visible_pairs(n, causal=c.causal, window=c.window) for n in lengths) + n_cls * events)
+    if c.pma_queries:
+        flops += events * 2 * 2 * d * d + batch * c.pma_queries * 2 * d * d  # kv and out
+        flops += 4 * d * c.pma_queries * events
+    return flops
+
+
+def visible_pairs(length: int, *, causal: bool, window: int | None) -> int:
+    """How many (query, key) pairs of a history of ``length`` events see each other."""
+    reach = length - 1 if window is None else min(window, length - 1)
+    if length == 0:
+        return 0
+    before = reach * length - reach * (reach + 1) // 2  # pairs with the key 1 to `reach` places before the query
+    return length + before * (1 if causal else 2)

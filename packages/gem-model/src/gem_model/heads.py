@@ -1,0 +1,86 @@
+"""From tokens to one logit a task, and the loss.
+
+`B` samples, `N` tokens, `d` width, `F` dense features, `K` tasks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gem_model.config import GemConfig, ModelInputs
+
+
+class Heads(nn.Module):
+    """logit_k = w_k . MLP_k(LN(flatten X)) + u_k . dense + b_k, in float32.
+
+    The dense features also reach the logits linearly (the wide part of Wide & Deep): what a logistic regression sees is
+    then learned in a few steps, and the rest of the model learns what it misses.
+    """
+
+    def __init__(self, n_tokens: int, config: GemConfig, inputs: ModelInputs) -> None:
+        super().__init__()
+        self.tasks = inputs.tasks
+        self.norm = nn.LayerNorm(n_tokens * config.width)
+        self.hidden = nn.ModuleDict(
+            {task: nn.Linear(n_tokens * config.width, config.head_hidden) for task in inputs.tasks}
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        self.out = nn.ModuleDict({task: nn.Linear(config.head_hidden, 1) for task in inputs.tasks})
+        self.wide = nn.Linear(inputs.dense, len(inputs.tasks), bias=False) if inputs.dense else None
+
+    def forward(self, x: Tensor, dense: Tensor | None) -> Tensor:
+        """[B, N, d] and standardised dense features [B, F] -> logits [B, K] float32."""
+        x = self.norm(x.flatten(1))
+        hidden = [self.dropout(F.gelu(self.hidden[task](x))) for task in self.tasks]
+        with torch.autocast(x.device.type, enabled=False):
+            logits = torch.cat(
+                [self.out[task](h.float()) for task, h in zip(self.tasks, hidden, strict=True)], dim=1
+            )
+            if self.wide is not None:
+                assert dense is not None
+                logits = logits + self.wide(dense.float())
+        return logits
+
+    @torch.no_grad()
+    def init_bias(self, rates: Sequence[float] | Tensor) -> None:
+        """Set b_k = log(r_k / (1 - r_k)): the untrained model then predicts each task's base rate.
+
+        Raises:
+            ValueError: unless there is one rate in (0, 1) for each task.
+        """
+        values = [float(r) for r in rates]
+        if len(values) != len(self.tasks) or not all(0.0 < r < 1.0 for r in values):
+            raise ValueError(f"expected one rate in (0, 1) for each task of {list(self.tasks)}, got {values}")
+        for task, rate in zip(self.tasks, values, strict=True):
+            self.out[task].bias.fill_(math.log(rate / (1.0 - rate)))
+
+
+def log_loss(logits: Tensor, labels: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+    """The mean over the tasks of each task's weighted mean log loss, counting the tasks that have a label in the batch.
+
+    With w_bk = weights_b mask_bk and p = sigmoid(logits)::
+
+        L_k = sum_b w_bk (-y log p - (1 - y) log(1 - p))_bk / sum_b w_bk        L = mean_k L_k
+
+    Args:
+        logits: [B, K] float32.
+        labels: [B, K]; whatever stands where the mask is False, NaN too, is ignored.
+        mask: [B, K] bool.
+        weights: [B], not negative.
+
+    Returns:
+        A scalar in nats; 0 where no label is known.
+    """
+    w = mask * weights[:, None]  # [B, K]
+    losses = F.binary_cross_entropy_with_logits(
+        logits, torch.where(mask, labels, 0.0).to(logits.dtype), reduction="none"
+    )
+    total = w.sum(0)  # [K]
+    known = total > 0
+    per_task = (losses * w).sum(0) / torch.where(known, total, 1.0)
+    return per_task.sum() / known.sum().clamp(min=1)

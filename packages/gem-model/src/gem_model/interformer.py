@@ -1,0 +1,105 @@
+"""The interleaved layer: non-sequence tokens and histories inform each other (InterFormer, Zeng et al. 2024).
+
+`B` samples, `N` non-sequence tokens, `d` width, `C` CLS tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from gem_kernels.nn import PMA
+from torch import Tensor, nn
+
+from gem_model.config import GemConfig
+from gem_model.interaction import TokenMix, Wukong
+from gem_model.pooling import most_recent
+from gem_model.sequence import History, SequenceLayer
+
+
+class Gating(nn.Module):
+    """Gating(X) = sigmoid(MLP(X)) * X, token by token: lets a summary drop what does not matter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, n, d] -> [B, n, d]."""
+        return torch.sigmoid(self.linear(x)) * x
+
+
+class Summary(nn.Module):
+    """X_sum = Gating(MLP(X)): N tokens to n_sum, mixing tokens first, then dims."""
+
+    def __init__(self, n_tokens: int, config: GemConfig) -> None:
+        super().__init__()
+        self.mix = TokenMix(n_tokens, config.n_sum)
+        self.mlp = nn.Sequential(nn.Linear(config.width, config.width), nn.GELU())
+        self.gating = Gating(config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, d] -> [B, n_sum, d]."""
+        mixed = self.mix(x)
+        return self.gating(mixed + self.mlp(mixed))
+
+
+class Tower(nn.Module):
+    """One source's part of a layer: its sequence layer, then S_sum = Gating([CLS || PMA(S) || K most recent])."""
+
+    def __init__(self, config: GemConfig) -> None:
+        super().__init__()
+        self.recent = config.recent
+        self.sequence = SequenceLayer(config)
+        self.pma = PMA(config.width, config.pma_queries, config.heads, pre_norm=True) if config.pma_queries else None
+        self.norm = nn.LayerNorm(config.width)
+        self.gating = Gating(config.width)
+
+    def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor, Tensor]:
+        """-> history, CLS tokens [B, C, d], S_sum [B, C + pma_queries + recent, d]."""
+        history, cls = self.sequence(history, cls, x_sum)
+        parts = [cls]
+        if self.pma is not None:
+            parts.append(self.pma(history.tokens, history.offsets, history.max_len).to(cls.dtype))
+        if self.recent:
+            parts.append(most_recent(history.tokens, history.offsets, self.recent).to(cls.dtype))
+        return history, cls, self.gating(self.norm(torch.cat(parts, dim=1)))
+
+
+class InterFormerLayer(nn.Module):
+    """X_sum from X; each tower's S' and S_sum in the light of X_sum; X' = Interaction([X || S_sum of every source]).
+
+    The paper forms X' from S before its update; here the update comes first, so that the last layer's is not wasted.
+    """
+
+    def __init__(self, n_in: int, cls_tokens: dict[str, int], config: GemConfig, *, first: bool) -> None:
+        super().__init__()
+        self.first = first
+        self.sources = list(cls_tokens)
+        self.summary = Summary(n_in, config) if cls_tokens else None
+        self.towers = nn.ModuleDict({source: Tower(config) for source in cls_tokens})
+        self.interaction = Wukong(
+            n_in + sum(c + config.pma_queries + config.recent for c in cls_tokens.values()),
+            config.n_tokens,
+            config.width,
+            n_fm=config.interaction_fm,
+            rank=config.interaction_rank,
+            hidden=config.interaction_hidden * config.width,
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, History], dict[str, Tensor]]:
+        """X [B, N, d], histories and CLS tokens [B, C, d] by source -> the same.
+
+        The first layer gets the candidate's token of each source, [B, 1 or 0, d], and prepends X_sum: these are the CLS tokens.
+        """
+        tokens = [x]
+        histories, cls = dict(histories), dict(cls)
+        if self.summary is not None:
+            x_sum = self.summary(x)
+            for source in self.sources:
+                if self.first:
+                    cls[source] = torch.cat((x_sum, cls[source]), dim=1)
+                histories[source], cls[source], s_sum = self.towers[source](histories[source], cls[source], x_sum)
+                tokens.append(s_sum)
+        return self.dropout(self.interaction(torch.cat(tokens, dim=1))), histories, cls
