@@ -1,6 +1,7 @@
-"""What the plain PyTorch references share: jagged tensors padded to [B, Hkv, G * L, D], so that batched matmul does the work.
+"""What the plain PyTorch references share: jagged tensors padded head by head to [B, H, L, D], for batched matmul.
 
-Legend: B samples, H query heads, Hkv key heads, G = H / Hkv query heads per key head, Lq and Lk padded lengths, D head dimension.
+Legend: B samples, H query heads, Hkv key heads, G = H / Hkv query heads per key head, Lq and Lk padded lengths,
+D head dimension, Tq and Tk tokens.
 """
 
 from __future__ import annotations
@@ -18,46 +19,50 @@ from gem_kernels.checks import UNLIMITED
 class Dense:
     """Padded operands of one attention problem, and the way back to jagged rows."""
 
-    q: Tensor  # [B or 1, Hkv, G * Lq, D]
+    q: Tensor  # [B or 1, H, Lq, D]
     k: Tensor  # [B, Hkv, Lk, D]
     v: Tensor  # [B, Hkv, Lk, D]
     q_lengths: Tensor  # [B, 1, 1, 1]
     k_lengths: Tensor  # [B, 1, 1, 1]
-    q_index: Tensor | None  # [Tq], None for learned queries shared by every sample
+    q_index: (
+        Tensor | None
+    )  # [Tq, H], where each row of each head lands; None for learned queries shared by every sample
     shape: tuple[int, int, int, int]  # B, H, Lq, Lk
 
-    def scores(self) -> Tensor:
-        """Q K^T for every head, [B, H, Lq, Lk]."""
-        return torch.matmul(self.q, self.k.transpose(-1, -2)).view(self.shape)
+    def scores(self, scale: float) -> Tensor:
+        """scale Q K^T, [B, H, Lq, Lk]."""
+        q = (self.q * scale).unflatten(1, (self.k.shape[1], -1)).flatten(2, 3)  # [B or 1, Hkv, G * Lq, D]
+        return torch.matmul(q, self.k.transpose(-1, -2)).view(self.shape)
 
     def weighted(self, p: Tensor) -> Tensor:
-        """P V as jagged rows, [Tq, H, D]; P is [B, H, Lq, Lk]."""
-        batch, heads, len_q, len_k = self.shape
-        kv_heads, dim = self.v.shape[1], self.v.shape[3]
-        out = torch.matmul(p.reshape(batch, kv_heads, -1, len_k), self.v)
-        return self.rows(out.view(batch, heads, len_q, dim))
+        """P V, [B, H, Lq, D]; P is [B, H, Lq, Lk]."""
+        grouped = p.unflatten(1, (self.v.shape[1], -1)).flatten(2, 3)  # [B, Hkv, G * Lq, Lk]
+        return torch.matmul(grouped, self.v).view(*self.shape[:3], self.v.shape[3])
 
     def rows(self, x: Tensor) -> Tensor:
         """[B, H, Lq, ...] -> [Tq, H, ...]."""
-        x = x.transpose(1, 2)
-        return x.flatten(0, 1).contiguous() if self.q_index is None else jagged.unpad(x, self.q_index)
+        if self.q_index is None:
+            return x.transpose(1, 2).flatten(0, 1).contiguous()
+        return x.flatten(0, 2).index_select(0, self.q_index.flatten()).unflatten(0, (-1, x.shape[1]))
 
-    def visible(self, left: int, right: int, *, tail: bool) -> Tensor | None:
-        """Which keys a query may see, [B, 1, 1 or Lq, Lk]; `tail` also hides the padding after the last key. None: all."""
-        len_q, len_k = self.shape[2:]
-        column = torch.arange(len_k, device=self.k.device)
-        mask = (column < self.k_lengths) if tail else None
-        if left == UNLIMITED and right == UNLIMITED:
-            return mask
+    def interval(self, left: int, right: int) -> tuple[Tensor, Tensor]:
+        """The first key that each query sees and the one after the last, both [B, 1, 1 or Lq, 1]."""
+        first, after = torch.zeros_like(self.k_lengths), self.k_lengths
         # The diagonal joins the last query to the last key: query i stands at key i + (Lk - Lq).
-        distance = column - (torch.arange(len_q, device=self.k.device)[:, None] + self.k_lengths - self.q_lengths)
+        row = torch.arange(self.shape[2], device=self.k.device)[:, None] + (self.k_lengths - self.q_lengths)
         if left != UNLIMITED:
-            near = distance >= -left
-            mask = near if mask is None else mask & near
+            first = (row - left).clamp(min=0)
         if right != UNLIMITED:
-            near = distance <= right
-            mask = near if mask is None else mask & near
-        return mask
+            after = torch.minimum(row + (right + 1), after)
+        return first, after
+
+    def hidden(self, first: Tensor, after: Tensor, dtype: torch.dtype) -> Tensor:
+        """1 where a query does not see a key and 0 where it does, [B, 1, 1 or Lq, Lk]."""
+        column = torch.arange(self.shape[3], device=self.k.device, dtype=torch.int32)
+        mask = column >= after.int()
+        if first.shape[2] != 1:  # a left edge
+            mask = mask | (column < first.int())
+        return mask.to(dtype)
 
 
 def densify(
@@ -66,31 +71,38 @@ def densify(
     """Pad q, k, v of one problem; float16 and bfloat16 are computed in float32."""
     work = torch.promote_types(q.dtype, torch.float32)
     batch, heads, kv_heads, dim = k_offsets.numel() - 1, q.shape[1], k.shape[1], q.shape[2]
+
+    def index(offsets: Tensor, total: int, heads: int, length: int) -> Tensor:  # [T, H]: row (b * H + h) * L + l
+        shift = torch.arange(batch, device=q.device) * (heads * length) - offsets[:-1]
+        place = torch.arange(total, device=q.device) + torch.repeat_interleave(
+            shift, jagged.lengths(offsets), output_size=total
+        )
+        return place[:, None] + torch.arange(heads, device=q.device) * length
+
+    def padded(x: Tensor, index: Tensor, length: int) -> Tensor:  # [T, H, D] -> [B, H, L, D]
+        rows = x.to(work).reshape(-1, dim)
+        dense = rows.new_zeros(batch * x.shape[1] * length, dim).index_copy_(0, index.flatten(), rows)
+        return dense.view(batch, x.shape[1], length, dim)
+
     len_k = jagged.longest(k_offsets, max_k)
-    k_index = jagged.dense_index(k_offsets, k.shape[0], len_k)
-
-    def padded(x: Tensor, index: Tensor, length: int) -> Tensor:  # [T, H, D] -> [B, L, H, D] -> [B, H, L, D]
-        return jagged.pad(x.to(work), index, batch, length).transpose(1, 2)
-
-    k_dense, v_dense = padded(k, k_index, len_k), padded(v, k_index, len_k)
+    k_index = index(k_offsets, k.shape[0], kv_heads, len_k)
+    k_lengths = jagged.lengths(k_offsets).view(-1, 1, 1, 1)
     if q_offsets is None:
         len_q, q_index = q.shape[0], None
         q_dense = q.to(work).transpose(0, 1).unsqueeze(0)  # [1, H, Lq, D]
-        q_lengths = torch.full((batch, 1, 1, 1), len_q, device=q.device)
+        q_lengths = torch.full_like(k_lengths, len_q)
     else:
         len_q = jagged.longest(q_offsets, max_q)
-        q_index = (
-            k_index if q_offsets is k_offsets and len_q == len_k else jagged.dense_index(q_offsets, q.shape[0], len_q)
-        )
+        same = q_offsets is k_offsets and heads == kv_heads and len_q == len_k
+        q_index = k_index if same else index(q_offsets, q.shape[0], heads, len_q)
         q_dense = padded(q, q_index, len_q)
         q_lengths = jagged.lengths(q_offsets).view(-1, 1, 1, 1)
-    q_dense = q_dense.reshape(q_dense.shape[0], kv_heads, (heads // kv_heads) * len_q, dim)
     return Dense(
         q=q_dense,
-        k=k_dense,
-        v=v_dense,
+        k=padded(k, k_index, len_k),
+        v=padded(v, k_index, len_k),
         q_lengths=q_lengths,
-        k_lengths=jagged.lengths(k_offsets).view(-1, 1, 1, 1),
+        k_lengths=k_lengths,
         q_index=q_index,
         shape=(batch, heads, len_q, len_k),
     )

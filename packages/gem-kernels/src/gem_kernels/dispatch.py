@@ -156,5 +156,8 @@ def _constant(
 def choose(op: str, q: Tensor, backend: str | None, features: tuple[str, ...]) -> str:
     """`why(...).backend`, for the operators: also under torch.compile, where the answer is a constant of the graph."""
     if torch.compiler.is_compiling():
-        return _constant(op, str(q.device), q.dtype, q.shape[-1], features, backend)
+        head_dim = len(
+            range(q.shape[-1])
+        )  # makes a number of what may be symbolic; kernels are built per head dimension
+        return _constant(op, str(q.device), q.dtype, head_dim, features, backend)
     return why(op, q, backend, features).backend

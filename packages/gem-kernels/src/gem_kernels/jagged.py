@@ -37,8 +37,8 @@ def dense_index(offsets: Tensor, total: int, max_len: int) -> Tensor:
 
 def pad(values: Tensor, index: Tensor, batch: int, max_len: int) -> Tensor:
     """[T, ...] -> [B, max_len, ...], zeros after the end of each sequence; `index` is from `dense_index`."""
-    dense = values.new_zeros(batch * max_len, *values.shape[1:])
-    return dense.index_copy(0, index, values).view(batch, max_len, *values.shape[1:])
+    dense = values.new_zeros(batch * max_len, *values.shape[1:]).index_copy_(0, index, values)
+    return dense.view(batch, max_len, *values.shape[1:])
 
 
 def unpad(dense: Tensor, index: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gem_kernels.checks import UNLIMITED
 from gem_kernels.dense import densify
 from gem_kernels.gdpa.activations import ACTIVATIONS
 
@@ -23,10 +24,10 @@ def attention(
     left: int = -1,
     right: int = -1,
 ) -> Tensor:
-    """O [Tq, H, D]. Padding needs no mask: its keys and values are 0, and act(0) = 0."""
+    """O [Tq, H, D]. Padding needs no mask: its keys and values are 0, and act(0) = 0, so hiding a score is multiplying by 0."""
     dense = densify(q, k, v, q_offsets, k_offsets, max_q, max_k)
-    p = ACTIVATIONS[activation](dense.scores() * scale)  # [B, H, Lq, Lk]
-    visible = dense.visible(left, right, tail=False)
-    if visible is not None:
-        p = p.masked_fill(~visible, 0.0)
-    return (dense.weighted(p) * out_scale).to(q.dtype)
+    s = dense.scores(scale)  # [B, H, Lq, Lk]
+    if left != UNLIMITED or right != UNLIMITED:
+        s = s * (1.0 - dense.hidden(*dense.interval(left, right), s.dtype))
+    out = dense.weighted(ACTIVATIONS[activation](s))
+    return dense.rows(out if out_scale == 1.0 else out * out_scale).to(q.dtype)
