@@ -95,7 +95,7 @@ class JaggedIds:
 
 @dataclass(frozen=True, kw_only=True)
 class JaggedBatch:
-    """B samples: their histories by source, sparse ids, dense rows and labels. `weights` 0 and sample id -1 mark padding."""
+    """B samples: histories by source, sparse ids, dense rows, labels. Weight 0 and sample id -1 mark padding."""
 
     sequences: dict[str, JaggedSequence]
     sparse: dict[str, JaggedIds]

@@ -73,12 +73,13 @@ def build_log(
 ) -> BuildSummary:
     """Build the log of `events` in `folder` and return what was done.
 
-    Bad rows (a missing, unparsable or not finite value, an id outside its table, an exact duplicate of an earlier row) go to
-    `rejects.jsonl` with the reason; the others are sorted by (user, time), equal times in the order of the source. The
-    folder appears whole or not at all. The events are held in memory while they are sorted.
+    Bad rows (a missing, unparsable or not finite value, an id outside its table, an exact duplicate of an earlier row)
+    go to `rejects.jsonl` with the reason; the others are sorted by (user, time), equal times in the source's order.
+    The folder appears whole or not at all. The events are held in memory while they are sorted.
 
-    Raises FileExistsError where the folder is there and not `overwrite`, ValueError where no row is valid or a column is
-    missing, TypeError for a column of a type that can't hold its kind, OSError (ENOSPC) where the disk is full.
+    Raises FileExistsError where the folder is there and not `overwrite` (or is no log), ValueError where no row is
+    valid or a column is missing, TypeError for a column whose type can't hold its kind, OSError (ENOSPC) where the disk
+    is full.
     """
     folder = Path(folder)
     if folder.exists() and not overwrite:
@@ -96,7 +97,7 @@ def build_log(
         samples = _write_rejects(temporary / REJECTS, table, valid)
         seen = mask.sum(axis=0)
         rates = labels.sum(axis=0, dtype=np.float64) / np.maximum(seen, 1)
-        manifest = {
+        manifest: dict[str, Any] = {
             "format": FORMAT,
             "schema": schema.to_dict(),
             "fingerprint": schema.fingerprint(),

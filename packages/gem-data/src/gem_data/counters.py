@@ -1,8 +1,8 @@
 """Streaming counters: dense features from events strictly before each event's time, computed once when a log is built.
 
-Every kind comes down to one operation: for each row, the sum of some values over the rows with the same key and an earlier
-time. Rows sorted by (key, time) make it a difference of two cumulative sums; rows that share key and time read the sum at
-the head of their tie group, so that none sees another.
+Every kind comes down to one operation: for each row, the sum of some values over the rows with the same key and an
+earlier time. Rows sorted by (key, time) make it a difference of two cumulative sums; rows that share key and time read
+the sum at the head of their tie group, so that none sees another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The loader: which rows make batch `step` of epoch `epoch` on rank r of w, as a pure function, and iteration with resume.
+"""The loader: which rows make a batch, as a pure function of epoch, step, rank and world, and iteration with resume.
 
-A global batch depends on (seed, epoch, step) alone. Each rank takes its contiguous slice of it, so every world size trains
-on the same batches, and a position is two integers.
+A global batch depends on (seed, epoch, step) alone. Each rank takes its contiguous slice of it, so every world size
+trains on the same batches, and a position is two integers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LoaderConfig:
 
     batch_size   of the global batch, over all ranks.
     shuffle      a new permutation each epoch, or the rows in the order given.
-    drop_last    drop the last incomplete global batch of an epoch (training), or keep it, filled up with padding (evaluation).
+    drop_last    drop the last incomplete global batch of an epoch (training), or keep it, padded (evaluation).
     prefetch     batches that a background thread prepares ahead; 0 for none. Never changes what comes or its order.
     pin_memory   page-lock the batches (in the background thread, if there is one).
     """
@@ -62,12 +62,12 @@ def permutation(n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
 class Loader:
     """Batches of `rows` of `log` for rank `rank` of `world`.
 
-    Iterating goes from the current position to the end of the epoch; the next iteration is the next epoch. `state_dict()`
-    taken in the loop's body says that the current batch is consumed: a loader of the same log and configuration, at the same
-    or another world size, continues with the batch after it.
+    Iterating goes from the current position to the end of the epoch; the next iteration is the next epoch.
+    `state_dict()` taken in the loop's body says that the current batch is consumed: a loader of the same log and
+    configuration, at the same or another world size, continues with the batch after it.
 
-    Raises ValueError for rows outside the log, for no rows, where `drop_last` leaves no batch, and where training can't give
-    equal shares of a global batch to the ranks. Evaluation pads shares to equal size instead (sample id -1, weight 0).
+    Raises ValueError for rows outside the log, for no rows, where `drop_last` leaves no batch, and where training can't
+    give equal shares of a global batch to the ranks. Evaluation pads shares to equal size (sample id -1, weight 0).
     """
 
     def __init__(self, log: EventLog, rows: Any, config: LoaderConfig, *, rank: int = 0, world: int = 1) -> None:
@@ -83,7 +83,7 @@ class Loader:
             )
         if config.drop_last and n < size:
             raise ValueError(
-                f"{n} rows do not fill one global batch of {size}; lower batch_size or keep the last batch (drop_last=False)"
+                f"{n} rows do not fill one global batch of {size}; lower batch_size or use drop_last=False"
             )
         self.epoch = self.step = 0
         self._collate = Collator(log, max_history=config.max_history)
@@ -102,7 +102,7 @@ class Loader:
 
     @property
     def dropped_per_epoch(self) -> int:
-        """Rows that an epoch leaves out because they do not fill a global batch (others each epoch if shuffled); 0 in evaluation."""
+        """Rows that an epoch leaves out: those that fill no global batch (others each epoch if shuffled)."""
         return len(self.rows) % self.config.batch_size if self.config.drop_last else 0
 
     @property
@@ -165,7 +165,7 @@ class Loader:
         return {"epoch": self.epoch, "step": self.step, "config": dict(self._identity)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. Raises ValueError naming what differs where it was saved with other data or settings."""
+        """Go to a saved position. Raises ValueError naming what differs if it was saved with other data or settings."""
         for key in ("epoch", "step", "config"):
             if key not in state:
                 raise ValueError(f"the loader's state lacks {key!r}; it has {', '.join(map(str, state)) or 'nothing'}")

@@ -72,9 +72,9 @@ class EventLog:
     def open(cls, folder: str | Path, *, expect: Schema | None = None, verify: bool = False) -> EventLog:
         """Memory-map the log in `folder`.
 
-        `expect` refuses a log of another schema, naming both fingerprints and what differs; `verify` also reads the whole
-        file to compare its SHA-256. Raises FileNotFoundError where there is no log, ValueError for a foreign, truncated or
-        changed one.
+        `expect` refuses a log of another schema, naming both fingerprints and what differs; `verify` also reads the
+        whole file to compare its SHA-256. Raises FileNotFoundError where there is no log, ValueError for a foreign,
+        truncated or changed one.
         """
         folder = Path(folder)
         manifest = _read_manifest(folder)
@@ -201,8 +201,8 @@ def _map(path: Path, schema: Schema, rows: int) -> dict[str, Array]:
     expected = [TIME, *(c.name for c in schema.columns), HISTORY_END, *([COUNTERS] if schema.counters else [])]
     if batch.schema.names != expected or batch.num_rows != rows:
         raise ValueError(
-            f"{path} has {batch.num_rows} rows of columns {', '.join(batch.schema.names)}; its manifest says {rows} rows of "
-            f"{', '.join(expected)}"
+            f"{path} has {batch.num_rows} rows of columns {', '.join(batch.schema.names)}; "
+            f"its manifest says {rows} rows of {', '.join(expected)}"
         )
     columns = {name: _view(batch.column(name)) for name in expected}
     columns.setdefault(COUNTERS, np.empty((rows, 0), np.float32))

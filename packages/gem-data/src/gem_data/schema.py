@@ -42,10 +42,11 @@ def _name(what: str, name: str) -> None:
 class Column:
     """One column of the log.
 
-    kind   "id": int64 in [0, cardinality); "float": float32; "vector": `size` float32 values (a multi-hot, an embedding).
+    kind   "id": int64 in [0, cardinality); "float": float32; "vector": `size` float32 values (a multi-hot, say).
     role   "context": known when the request is made, so on the candidate and in the history;
-           "outcome": what came of it, so in the history alone; "user": known at the request and the same for every event of
-           the user, so on the candidate alone; "hidden": kept in the log, never in a batch.
+           "outcome": what came of it, so in the history alone;
+           "user": known at the request and the same for every event of the user, so on the candidate alone;
+           "hidden": kept in the log, never in a batch.
     """
 
     name: str
@@ -77,7 +78,8 @@ class Column:
 class Task:
     """A binary label: `column >= minimum`, or `column == equals`.
 
-    With `given`, the label exists only where that other task is positive (a conversion given a click); elsewhere it is masked.
+    With `given`, the label exists only where that other task is positive (a conversion given a click), and is masked
+    elsewhere.
     """
 
     name: str
@@ -89,9 +91,8 @@ class Task:
     def __post_init__(self) -> None:
         _name("task", self.name)
         if (self.minimum is None) == (self.equals is None):
-            raise ValueError(
-                f"task {self.name!r} needs either minimum or equals, not {'both' if self.minimum is not None else 'neither'}"
-            )
+            found = "both" if self.minimum is not None else "neither"
+            raise ValueError(f"task {self.name!r} needs either minimum or equals, not {found}")
 
     def positive(self, values: NDArray[Any]) -> NDArray[np.bool_]:
         """Where the rule holds."""
@@ -102,15 +103,16 @@ class Task:
 class Counter:
     """A dense feature streamed over the log, from events strictly before the event's time.
 
-    With N and P the number of earlier events with the same key, and of those that are positive for `task`; r the running
-    rate of everyone, (P_all + 0.5) / (N_all + 1):
+    With N and P the number of earlier events with the same key, and of those that are positive for `task`; r the
+    running rate of everyone, (P_all + 0.5) / (N_all + 1):
 
     count     log(1 + N)
     rate      (P + prior * r) / (N + prior)
     residual  sum over the earlier events of (label - what counter `against` said then) / (N + prior)
     since     log(1 + seconds since the last earlier event of the key), 0 where there is none
-    affinity  `rate` per element g of the vector column `over`, towards the key's own rate, averaged with the candidate's x_g:
-              sum_g x_g (P_g + prior * rate) / (N_g + prior) / sum_g x_g; N_g and P_g weigh an event by its x_g
+    affinity  `rate` per element g of the vector column `over`, towards the key's own rate, averaged with the
+              candidate's x_g: sum_g x_g (P_g + prior * rate) / (N_g + prior) / sum_g x_g, where N_g and P_g weigh an
+              event by its x_g; the key's rate where sum_g x_g is 0
 
     Where a task is masked (`given`), an event counts neither in N nor in P of rate, residual and affinity.
     An empty key means all events.
@@ -155,7 +157,7 @@ class Schema:
         for attribute in ("columns", "tasks", "counters"):
             object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
         self._by_name.update({c.name: c for c in self.columns})
-        names = [x.name for x in (*self.columns, *self.counters)]
+        names = [c.name for c in self.columns] + [c.name for c in self.counters]
         for group in (names, self.task_names):
             twice = sorted({n for n in group if group.count(n) > 1})
             if twice:
@@ -163,7 +165,7 @@ class Schema:
         user = self.column(self.user)
         if user.kind != "id" or user.role != "user":
             raise ValueError(
-                f"the user column {self.user!r} must have kind 'id' and role 'user', not {user.kind!r} and {user.role!r}"
+                f"the user column {self.user!r} must be an 'id' of role 'user', not {user.kind!r} of role {user.role!r}"
             )
         if not self.tasks:
             raise ValueError(f"schema {self.name!r} needs at least one task")
@@ -225,7 +227,7 @@ class Schema:
 
     @property
     def tables(self) -> dict[str, int]:
-        """Cardinality of every id column that a batch shows (a history and its candidate share the table of a column)."""
+        """Cardinality of every id column that a batch shows; a history and its candidate share a column's table."""
         return {c.name: int(c.cardinality or 0) for c in self._pick(True, "context", "outcome", "user")}
 
     @property
@@ -245,7 +247,7 @@ class Schema:
 
     @property
     def dense_columns(self) -> dict[str, int]:
-        """The float and vector columns of the candidate and its user, with their width; the counters come after them."""
+        """The float and vector columns of the candidate and its user, with their width; counters come after them."""
         return {c.name: c.width for c in self._pick(False, "context", "user")}
 
     @property
@@ -323,7 +325,7 @@ class Schema:
         return lines
 
     def require(self, other: Schema, what: str) -> None:
-        """Raise ValueError naming both fingerprints and every difference unless `other` (the schema of `what`) is the same."""
+        """Raise ValueError with both fingerprints and every difference unless `other`, of `what`, is the same."""
         if self.fingerprint() != other.fingerprint():
             lines = "; ".join(self.differences(other))
             raise ValueError(

@@ -23,8 +23,9 @@ class Split:
 def time_split(log: EventLog, fractions: Sequence[float] = (0.8, 0.1, 0.1)) -> Split:
     """Split all rows by global time into train, validation and test.
 
-    A boundary falls on the time of the event at its cumulative fraction; all events of that time are on the later side, so
-    every time is in one part. Histories are not cut: a test row sees the earlier events of its user, training ones included.
+    A boundary falls on the time of the event at its cumulative fraction; all events of that time are on the later side,
+    so every time is in one part. Histories are not cut: a test row sees the earlier events of its user, those of
+    training included.
 
     Raises ValueError for fractions that are not three positive numbers with sum 1, and for a part that would be empty.
     """
@@ -43,7 +44,7 @@ def time_split(log: EventLog, fractions: Sequence[float] = (0.8, 0.1, 0.1)) -> S
     for name, rows in parts.items():
         if rows.size == 0:
             raise ValueError(
-                f"the {name} part of {tuple(fractions)} is empty: {len(log)} events with {np.unique(log.time).size} distinct "
-                "times; a boundary keeps all events of one time together"
+                f"the {name} part of {tuple(fractions)} is empty: {len(log)} events with {np.unique(log.time).size} "
+                "distinct times; a boundary keeps all events of one time together"
             )
     return Split(**parts)

@@ -143,7 +143,7 @@ def _column(array: pa.Array, column: Column) -> tuple[Array, NDArray[np.int8]]:
     if column.kind == "float":
         return _to_float32(values, fault)
     values = _to_integers(values, fault)
-    _mark(fault, (values < 0) | (values >= column.cardinality), OUT_OF_RANGE)
+    _mark(fault, (values < 0) | (values >= int(column.cardinality or 0)), OUT_OF_RANGE)
     return values, fault
 
 
@@ -226,7 +226,7 @@ def _to_float32(values: Array, fault: NDArray[np.int8]) -> tuple[Array, NDArray[
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
     bad = ~np.isfinite(narrow)
-    _mark(fault, bad.any(axis=1) if bad.ndim == 2 else bad, NOT_FINITE)
+    _mark(fault, np.asarray(bad.any(axis=1)) if bad.ndim == 2 else bad, NOT_FINITE)
     return np.where(bad, np.float32(0), narrow), fault
 
 

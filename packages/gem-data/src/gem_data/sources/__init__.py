@@ -1,4 +1,4 @@
-"""Where events come from. Each module has `load(...)`, which gives the events as a table and their schema for `build_log`."""
+"""Where events come from. The `load(...)` of each module gives a table of events and their schema for `build_log`."""
 
 from __future__ import annotations
 

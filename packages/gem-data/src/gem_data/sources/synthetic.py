@@ -3,12 +3,13 @@
 Users come in segments, items in categories. A session shows a user one to three items at the same second. With x the
 impression, the true probabilities are, sigma the logistic function,
 
-    click        sigma(b0 + item_bias[item] + segment_effect[segment, category] + w_price * price + w_affinity * affinity)
-    convert      click and sigma(c0 + item_quality[item] + v_price * price + v_affinity * affinity)
-    affinity     the share of the user's last RECENT events, strictly before, that are clicks in the candidate's category
+    click      sigma(b0 + item_bias[item] + segment_effect[segment, category] + w_price price + w_affinity affinity)
+    convert    click and sigma(c0 + item_quality[item] + v_price price + v_affinity affinity)
+    affinity   the share of the user's last RECENT events, strictly before, that are clicks in the candidate's category
 
-Everything that they depend on is in a batch: item, category, segment and price of the candidate, category and action in the
-history. Histories have log-normal lengths, items a Zipf popularity within a category, and each user a favourite category.
+Everything that they depend on is in a batch: item, category, segment and price of the candidate, category and action
+in the history. Histories have log-normal lengths, items a Zipf popularity within a category, and each user a favourite
+category.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
-    """`events` impressions (about: whole sessions are kept) from `seed`; median and spread of a user's number of events."""
+    """About `events` impressions (users are kept whole) from `seed`; median and spread of a user's number of events."""
 
     events: int = 50_000
     seed: int = 0
@@ -154,10 +155,10 @@ def _sigmoid(x: Array) -> Array:
 
 
 def optimal_ne(log: EventLog, rows: Any) -> dict[str, float]:
-    """The normalized entropy of the true probabilities on `rows`, by task: what no model beats, save by luck of the draw.
+    """The normalized entropy of the true probabilities on `rows`, by task: what no model beats, save by luck.
 
-    NE = mean log loss / entropy of the empirical base rate, in float64 (He et al., "Practical Lessons from Predicting Clicks
-    on Ads at Facebook", 2014). Raises ValueError for a log of another source, or rows whose labels are all alike.
+    NE = mean log loss / entropy of the empirical base rate, in float64 (He et al., "Practical Lessons from Predicting
+    Clicks on Ads at Facebook", 2014). Raises ValueError for a log of another source, or labels that are all alike.
     """
     index = log.rows(rows)
     labels, _ = log.labels(index)

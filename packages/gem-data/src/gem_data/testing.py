@@ -1,0 +1,134 @@
+"""For tests, of this package and of others: small random logs, and slow, obvious versions of what the package does fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from gem_data.log import EventLog
+from gem_data.schema import Column, Counter, Schema, Task
+
+Array = NDArray[Any]
+
+
+def small_schema(*, users: int = 6, items: int = 7) -> Schema:
+    """A schema with every kind and role of column, a conditional task and every kind of counter."""
+    return Schema(
+        name="small",
+        columns=(
+            Column(name="user", kind="id", role="user", cardinality=users),
+            Column(name="age", kind="float", role="user"),
+            Column(name="item", kind="id", role="context", cardinality=items),
+            Column(name="price", kind="float", role="context"),
+            Column(name="genres", kind="vector", role="context", size=3),
+            Column(name="action", kind="id", role="outcome", cardinality=4),
+            Column(name="watched", kind="float", role="outcome"),
+            Column(name="truth", kind="float", role="hidden"),
+        ),
+        tasks=(
+            Task(name="click", column="action", minimum=2),
+            Task(name="buy", column="action", equals=3, given="click"),
+            Task(name="long", column="watched", minimum=0.5),
+        ),
+        counters=(
+            Counter(name="everyone", kind="rate", key=(), task="click"),
+            Counter(name="item_count", kind="count", key=("item",)),
+            Counter(name="item_click", kind="rate", key=("item",), task="click", prior=2.0),
+            Counter(name="item_buy", kind="rate", key=("item",), task="buy"),
+            Counter(name="user_item", kind="rate", key=("user", "item"), task="long", prior=0.5),
+            Counter(name="user_since", kind="since", key=("user",)),
+            Counter(name="user_lift", kind="residual", key=("user",), task="click", against="item_click"),
+            Counter(name="genre_click", kind="affinity", key=("user",), task="click", over="genres", prior=3.0),
+        ),
+    )
+
+
+def small_events(n: int, *, seed: int = 0, users: int = 6, items: int = 7, times: int = 12) -> pa.Table:
+    """`n` random events for `small_schema`, in random order; few distinct `times` give many ties. No exact duplicates."""
+    rng = np.random.default_rng(seed)
+    genres = pa.FixedSizeListArray.from_arrays(pa.array((rng.random(3 * n) < 0.4).astype(np.float32)), 3)
+    return pa.table(
+        {
+            "user": rng.integers(users, size=n),
+            "time": rng.integers(times, size=n) * 10 + 1000,
+            "age": rng.normal(size=n).astype(np.float32),
+            "item": rng.integers(items, size=n),
+            "price": rng.normal(size=n).astype(np.float32),
+            "genres": genres,
+            "action": rng.integers(1, 4, size=n),
+            "watched": rng.random(n).astype(np.float32),
+            "truth": rng.random(n).astype(np.float32),
+        }
+    )
+
+
+def brute_history(log: EventLog, row: int, max_history: int) -> list[int]:
+    """The rows of one history, by looking at every row."""
+    before = [r for r in range(len(log)) if log.user[r] == log.user[row] and log.time[r] < log.time[row]]
+    before.sort(key=lambda r: (log.time[r], r))
+    return before[-max_history:] if max_history else []
+
+
+def brute_counter(log: EventLog, name: str, row: int) -> float:
+    """One counter of one row, straight from the equation in `schema.Counter`, in float64."""
+    schema = log.schema
+    counter = {c.name: c for c in schema.counters}[name]
+
+    def earlier(of: int, key: tuple[str, ...]) -> list[int]:
+        same = [r for r in range(len(log)) if all(log.column(k)[r] == log.column(k)[of] for k in key)]
+        return [r for r in same if log.time[r] < log.time[of]]
+
+    past = earlier(row, counter.key)
+    if counter.kind == "count":
+        return float(np.log1p(len(past)))
+    if counter.kind == "since":
+        return float(np.log1p(log.time[row] - max(log.time[r] for r in past))) if past else 0.0
+
+    task = schema.task(str(counter.task))
+
+    def holds(name: str, r: int) -> bool:
+        rule = schema.task(name)
+        return bool(rule.positive(log.column(rule.column)[r : r + 1])[0])
+
+    def seen(rows: list[int]) -> list[int]:
+        return [r for r in rows if task.given is None or holds(task.given, r)]
+
+    everyone, past = seen(earlier(row, ())), seen(past)
+    base = (sum(holds(task.name, r) for r in everyone) + 0.5) / (len(everyone) + 1)
+    if counter.kind == "residual":
+        lift = sum(holds(task.name, r) - brute_counter(log, str(counter.against), r) for r in past)
+        return float(lift / (len(past) + counter.prior))
+    rate = (sum(holds(task.name, r) for r in past) + counter.prior * base) / (len(past) + counter.prior)
+    if counter.kind == "rate":
+        return float(rate)
+    x = log.column(str(counter.over)).astype(np.float64)
+    if x[row].sum() == 0:
+        return float(rate)
+    elements = [
+        (sum(holds(task.name, r) * x[r, g] for r in past) + counter.prior * rate)
+        / (sum(x[r, g] for r in past) + counter.prior)
+        for g in range(x.shape[1])
+    ]
+    return float(np.dot(x[row], elements) / x[row].sum())
+
+
+def padded_collate(log: EventLog, rows: Array, max_history: int) -> dict[str, Array]:
+    """What many loaders do: one sample at a time in Python, every history padded to the longest. ids [B, L], floats [B, L, k]."""
+    schema = log.schema
+    spans = []
+    for row in rows.tolist():
+        start = int(log.user_offsets[np.searchsorted(log.user_offsets, row, side="right") - 1])
+        end = int(np.searchsorted(log.time[start : row + 1], log.time[row], side="left")) + start
+        spans.append((max(start, end - max_history), end))
+    longest = max((end - start for start, end in spans), default=0)
+    out: dict[str, Array] = {"length": np.array([end - start for start, end in spans], np.int64)}
+    for name in ("time", *schema.sequence_ids, *schema.sequence_floats):
+        column = log.column(name)
+        padded = np.zeros((len(rows), longest, *column.shape[1:]), column.dtype)
+        for sample, (start, end) in enumerate(spans):
+            padded[sample, : end - start] = column[start:end]
+        out[name] = padded
+    return out
