@@ -1,5 +1,65 @@
 """Ultra-low precision training: MX formats, quantisers, recipes and FP8 modules."""
 
 from gem_lowprec.__about__ import __version__
+from gem_lowprec.convert import Conversion, Row, convert
+from gem_lowprec.formats import BF16, E2M1, E4M3, E5M2, Format, ScaleMode
+from gem_lowprec.gemm import engine
+from gem_lowprec.hadamard import hadamard, random_signs
+from gem_lowprec.linear import LowPrecisionLinear, Products, low_precision_linear
+from gem_lowprec.quantize import (
+    FP8_1X128,
+    FP8_128X128,
+    FP8_ROW,
+    FP8_TENSOR,
+    MXFP4,
+    MXFP8,
+    MXFP8_E5M2,
+    MXFP8_SQUARE,
+    QTensor,
+    QuantSpec,
+    dequantize,
+    quantize,
+)
+from gem_lowprec.recipe import RECIPES, Recipe, Rule, get_recipe
+from gem_lowprec.report import Numerics, Watch, watch
+from gem_lowprec.rounding import Randoms, stochastic_round
 
-__all__ = ["__version__"]
+__all__ = [
+    "BF16",
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "FP8_1X128",
+    "FP8_128X128",
+    "FP8_ROW",
+    "FP8_TENSOR",
+    "MXFP4",
+    "MXFP8",
+    "MXFP8_E5M2",
+    "MXFP8_SQUARE",
+    "RECIPES",
+    "Conversion",
+    "Format",
+    "LowPrecisionLinear",
+    "Numerics",
+    "Products",
+    "QTensor",
+    "QuantSpec",
+    "Randoms",
+    "Recipe",
+    "Row",
+    "Rule",
+    "ScaleMode",
+    "Watch",
+    "__version__",
+    "convert",
+    "dequantize",
+    "engine",
+    "get_recipe",
+    "hadamard",
+    "low_precision_linear",
+    "quantize",
+    "random_signs",
+    "stochastic_round",
+    "watch",
+]

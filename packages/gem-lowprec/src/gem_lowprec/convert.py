@@ -1,0 +1,174 @@
+"""Replace the linear layers of a model by low-precision ones, by name, and say what was done and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from gem_lowprec.gemm import engine
+from gem_lowprec.linear import Clock, LowPrecisionLinear
+from gem_lowprec.recipe import Recipe, Rule, get_recipe, matches
+from gem_lowprec.table import render
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One linear layer: its shape [out, in], the precision of each product, what runs the forward, and why."""
+
+    name: str
+    shape: tuple[int, int]
+    forward: str
+    dgrad: str
+    wgrad: str
+    engine: str  # "native", "emulated" or "-" for a layer that stays as it was
+    why: str
+
+    @property
+    def converted(self) -> bool:
+        """Whether the layer was replaced."""
+        return self.engine != "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What `convert` did. `modules` holds the new layers by name; `print(conversion)` shows the table."""
+
+    recipe: Recipe
+    rows: tuple[Row, ...]
+    modules: dict[str, LowPrecisionLinear] = field(repr=False)
+    clock: Clock = field(repr=False)
+
+    def set_step(self, step: int, micro: int = 0) -> None:
+        """Tell the layers the optimizer step (and micro batch): it selects random numbers and the steps of
+        `wgrad_every`."""
+        self.clock.step, self.clock.micro = step, micro
+
+    @property
+    def fraction(self) -> float:
+        """Share of all linear weights (elements) whose layer was converted."""
+        total = sum(r.shape[0] * r.shape[1] for r in self.rows)
+        return sum(r.shape[0] * r.shape[1] for r in self.rows if r.converted) / total if total else 0.0
+
+    def table(self) -> str:
+        """The rows as aligned text, headed by a summary."""
+        count = sum(r.converted for r in self.rows)
+        head = (
+            f"recipe {self.recipe.name}: {count} of {len(self.rows)} linear layers converted, "
+            f"{self.fraction:.1%} of their weights"
+        )
+        cells = [
+            (r.name, f"{r.shape[0]}x{r.shape[1]}", r.forward, r.dgrad, r.wgrad, r.engine, r.why) for r in self.rows
+        ]
+        return head + "\n" + render(("layer", "out x in", "forward", "dgrad", "wgrad", "engine", "why"), cells)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def convert(model: nn.Module, recipe: str | Recipe, *, seed: int | None = None) -> Conversion:
+    """Replace the `torch.nn.Linear` layers of `model` in place, as `recipe` says, and report every one.
+
+    The new layers share the old ones' Parameters, so state_dict keys, tied weights and optimizers stay as they are;
+    call it before the model is sharded or compiled. `seed` overrides the recipe's (give each data-parallel rank its
+    own).
+
+    Raises ValueError for an unknown recipe, for a model that already holds converted layers, for a model that is
+    itself a Linear (nothing to replace it in), and for a rule that matches no layer.
+    """
+    recipe = get_recipe(recipe)
+    linears = list(_linears(model))
+    done = [name for name, module in linears if isinstance(module, LowPrecisionLinear)]
+    if done:
+        raise ValueError(f"the model was converted before ({done[0]!r} is a LowPrecisionLinear); convert a fresh model")
+    if isinstance(model, nn.Linear):
+        raise ValueError("a Linear cannot be replaced in itself; pass the module that holds it")
+    for rule in recipe.rules:
+        if rule.pattern != "*" and not any(matches(rule.pattern, name) for name, _ in linears):
+            raise ValueError(
+                f"rule {rule.pattern!r} of recipe {recipe.name!r} matches no linear layer; "
+                f"there are {', '.join(name for name, _ in linears[:8]) or 'none'}{', ...' if len(linears) > 8 else ''}"
+            )
+
+    rows: list[Row] = []
+    clock = Clock()
+    modules: dict[str, LowPrecisionLinear] = {}
+    for stream, (name, linear) in enumerate(linears):
+        chosen = recipe.rule_for(name)
+        why = _why_not(name, linear, recipe, chosen)
+        if why is None:
+            assert chosen is not None
+            new = LowPrecisionLinear.from_linear(
+                linear, chosen, clock=clock, seed=recipe.seed if seed is None else seed, stream=stream
+            )
+            modules[name] = new
+        rows.append(_row(name, linear, chosen, why))
+    _replace(model, {id(old): modules[name] for name, old in linears if name in modules})
+    return Conversion(recipe=recipe, rows=tuple(rows), modules=modules, clock=clock)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Every distinct linear layer with its first name."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def _why_not(name: str, linear: nn.Linear, recipe: Recipe, rule: Rule | None) -> str | None:
+    """Why a layer stays as it is; None if it is to be replaced."""
+    pattern = recipe.kept_by(name)
+    if not recipe.rules:
+        return f"recipe {recipe.name!r} converts nothing"
+    if pattern is not None:
+        return f"kept by pattern {pattern!r}"
+    if rule is None:
+        return "no rule matches"
+    if not rule.quantised:
+        return f"rule {rule.pattern!r} asks for bf16"
+    if min(linear.in_features, linear.out_features) < recipe.min_size:
+        return f"{linear.out_features}x{linear.in_features} is below min_size {recipe.min_size}"
+    if type(linear) is not nn.Linear:
+        return f"{type(linear).__name__} has a behaviour of its own"
+    if "weight" not in linear._parameters:
+        return "its weight is computed by a parametrization"
+    if any((linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)):
+        return "it has hooks, which a new module would lose"
+    return None
+
+
+def _row(name: str, linear: nn.Linear, rule: Rule | None, why_not: str | None) -> Row:
+    shape = (linear.out_features, linear.in_features)
+    if why_not is not None or rule is None:
+        dtype = _short(linear.weight.dtype)
+        return Row(name=name, shape=shape, forward=dtype, dgrad=dtype, wgrad=dtype, engine="-", why=why_not or "")
+    device = linear.weight.device
+    products = {"forward": rule.forward, "dgrad": rule.dgrad, "wgrad": rule.wgrad}
+    engines = {p: engine(p, device) for p in products.values() if p not in ("bf16", "skip")}
+    notes = [f"rule {rule.pattern!r}"]
+    notes += [f"{p} {e.name}: {e.why}" for p, e in engines.items()]
+    if rule.hadamard:
+        notes.append(f"Hadamard {rule.hadamard} in {', '.join(rule.hadamard_in)}")
+    if rule.stochastic:
+        notes.append("stochastic gradients")
+    wgrad = rule.wgrad if rule.wgrad_every == 1 else f"{rule.wgrad} 1/{rule.wgrad_every}"
+    names = {e.name for e in engines.values()}
+    kind = names.pop() if len(names) == 1 else "mixed" if names else "unquantised"
+    return Row(
+        name=name, shape=shape, forward=rule.forward, dgrad=rule.dgrad, wgrad=wgrad, engine=kind, why="; ".join(notes)
+    )
+
+
+def _replace(model: nn.Module, new: dict[int, LowPrecisionLinear]) -> None:
+    """Put the new layers in every place that holds an old one, so that a shared layer stays shared."""
+    for parent in list(model.modules()):
+        for attribute, child in parent._modules.items():
+            if child is not None and id(child) in new:
+                setattr(parent, attribute, new[id(child)])
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", torch.float64: "fp64"}.get(
+        dtype, str(dtype).removeprefix("torch.")
+    )

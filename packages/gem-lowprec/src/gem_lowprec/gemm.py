@@ -1,0 +1,164 @@
+"""One matrix product in a chosen precision: C[M, N] = A[M, K] B[N, K]^T, accumulated in float32.
+
+Precisions:
+
+- "bf16": nothing is quantised; the product runs in the operands' own dtype (BF16 in a BF16 model or under autocast).
+- "mxfp8": E4M3 with one E8M0 scale per 32 elements along K, for both operands (OCP MX). Emulated on every device:
+  E4M3 times a power of two is exact in float32, and in BF16 down to 2^-133, so the operands are dequantised without
+  error and the product has MXFP8's numerics at the speed of a BF16 (CUDA) or float32 GEMM plus the quantisation.
+- "mxfp8_square": the same with one scale per 32 x 32 square, so a matrix has the same values in both orientations.
+- "fp8_block": E4M3 with float32 scales, 1 x 128 along K for activations and gradients, 128 x 128 for weights.
+  Emulated in float32.
+- "fp8_row": E4M3 with one float32 scale per row of A and of B. Runs in torch._scaled_mm where the device has it (CPU,
+  CUDA of compute capability 8.9 and up), else it is emulated with the same numbers.
+
+`engine` says beforehand what a precision runs in on a device, and why.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gem_lowprec.hadamard import hadamard
+from gem_lowprec.quantize import FP8_1X128, FP8_128X128, FP8_ROW, MXFP8, MXFP8_SQUARE, QTensor, QuantSpec, quantize
+from gem_lowprec.rounding import Randoms
+
+PRECISIONS = ("bf16", "mxfp8", "mxfp8_square", "fp8_block", "fp8_row")
+Observer = Callable[[str, Tensor, QTensor], None]  # role, what was quantised, its quantisation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """An operand [rows, K] of a product and how it is to be quantised."""
+
+    value: Tensor
+    role: str  # "input", "weight" or "grad_output"; names the tensor in reports
+    randoms: Randoms | None = None  # stochastic rounding if given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What runs a product: `name` is "native", "emulated" or "unquantised"; `why` completes the sentence."""
+
+    name: str
+    why: str
+
+
+def spec_for(precision: str, role: str) -> QuantSpec | None:
+    """The specification an operand of that role is quantised to; None for "bf16"."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}; expected one of {', '.join(PRECISIONS)}")
+    if precision == "fp8_block":
+        return FP8_128X128 if role == "weight" else FP8_1X128
+    return {"bf16": None, "mxfp8": MXFP8, "mxfp8_square": MXFP8_SQUARE, "fp8_row": FP8_ROW}[precision]
+
+
+def engine(precision: str, device: torch.device | str) -> Engine:
+    """What `product` runs `precision` in on `device`, and why."""
+    device = torch.device(device)
+    if spec_for(precision, "input") is None:
+        return Engine(name="unquantised", why="runs in the operands' dtype")
+    if precision == "fp8_row":
+        missing = _no_scaled_mm(device)
+        if missing is None:
+            return Engine(name="native", why="torch._scaled_mm, row-wise scales")
+        return Engine(name="emulated", why=f"{missing}; exact operands in a float32 GEMM")
+    if precision == "fp8_block":
+        return Engine(name="emulated", why="no block-wise kernel yet; dequantised operands in a float32 GEMM")
+    gemm = "BF16" if device.type == "cuda" else "float32"
+    return Engine(name="emulated", why=f"no block-scaled kernel yet; exact operands in a {gemm} GEMM")
+
+
+def product(
+    a: Operand, b: Operand, precision: str, dtype: torch.dtype, *, signs: Tensor | None = None, block: int = 32,
+    observe: Observer | None = None,
+) -> Tensor:  # fmt: skip
+    """C[M, N] = A[M, K] B[N, K]^T in `precision`, as `dtype`.
+
+    With `signs` [K], both operands go through the block random Hadamard transform along K before they are quantised.
+    `observe` is called with (role, the tensor that is quantised, its quantisation) for each operand.
+    """
+    spec_a, spec_b = spec_for(precision, a.role), spec_for(precision, b.role)
+    with torch.autocast(
+        a.value.device.type, enabled=False
+    ):  # autocast would round the operands of a float32 GEMM to BF16
+        if spec_a is None or spec_b is None:
+            return a.value.to(dtype) @ b.value.to(dtype).t()
+        if 0 in (*a.value.shape, b.value.shape[0]):  # an empty jagged batch
+            return a.value.new_zeros(a.value.shape[0], b.value.shape[0], dtype=dtype)
+        qa = _quantize(a, spec_a, signs, block, observe)
+        qb = _quantize(b, spec_b, signs, block, observe)
+        if precision == "fp8_row":
+            return _row_wise(qa, qb, dtype)
+        exact_in_bf16 = spec_a.scale != "float32" and a.value.is_cuda
+        return _matmul(qa, qb, torch.bfloat16 if exact_in_bf16 else torch.float32, dtype)
+
+
+def _quantize(
+    operand: Operand, spec: QuantSpec, signs: Tensor | None, block: int, observe: Observer | None
+) -> QTensor:  # fmt: skip
+    value = operand.value
+    if signs is not None:
+        value = hadamard(value.to(torch.float32), signs, block=block)
+    q = quantize(value, spec, randoms=operand.randoms)
+    if observe is not None:
+        observe(operand.role, value, q)
+    return q
+
+
+def _matmul(qa: QTensor, qb: QTensor, operand: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Product of dequantised operands with a float32 result, whatever the operands' dtype."""
+    a, b = qa.dequantize(operand), qb.dequantize(operand)
+    if operand == torch.float32:
+        return (a @ b.t()).to(dtype)
+    return torch.mm(a, b.t(), out_dtype=torch.float32).to(dtype)
+
+
+def _row_wise(qa: QTensor, qb: QTensor, dtype: torch.dtype) -> Tensor:
+    """Row-wise scaled product: (data_a data_b^T) * scale_a[m] * scale_b[n]."""
+    scale_a, scale_b = qa.scale, qb.scale.t()
+    missing = _no_scaled_mm(qa.data.device)
+    if missing is not None:
+        _announce(f"fp8_row is emulated: {missing}")
+        return ((qa.values() @ qb.values().t()) * scale_a * scale_b).to(dtype)
+    a, b, n = qa.data, qb.data, qb.shape[0]
+    if a.is_cuda:  # the kernel wants K and N in multiples of 16; zeros change nothing along K and are cut off along N
+        a, b = _pad16(a, rows=False), _pad16(b, rows=True)
+        scale_b = pad(scale_b, (0, -n % 16), value=1.0)
+    if dtype == torch.bfloat16:
+        out = torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.contiguous(), out_dtype=dtype)
+        return out[:, :n]
+    # The row-wise kernel of CUDA returns BF16 alone; with unit scales the float32 sum comes out whole and is scaled
+    # here.
+    one = torch.ones((), device=a.device)
+    out = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return (out * scale_a * scale_b)[:, :n].to(dtype)
+
+
+def _pad16(data: Tensor, *, rows: bool) -> Tensor:
+    """Zero-pad the columns (and rows) of FP8 data to multiples of 16; always row-major."""
+    widths = (0, -data.shape[1] % 16, 0, -data.shape[0] % 16 if rows else 0)
+    return pad(data.contiguous().view(torch.uint8), widths).view(data.dtype)
+
+
+@functools.cache
+def _no_scaled_mm(device: torch.device) -> str | None:
+    """Why torch._scaled_mm cannot run on `device`; None if it can."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"torch._scaled_mm is not known to run on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no FP8 tensor cores"
+
+
+@functools.cache
+def _announce(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
