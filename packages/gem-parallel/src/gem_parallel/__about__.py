@@ -1,1 +1,3 @@
+"""The version of gem-parallel."""
+
 __version__ = "0.1.0"

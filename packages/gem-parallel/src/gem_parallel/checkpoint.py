@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gem_parallel.files import File, describe, flush_folder, verify, write_bytes
+from gem_parallel.resize import CommonRows, is_table
 from gem_parallel.runtime import Runtime, attach
 from gem_parallel.sparse import global_shape
 from gem_parallel.tree import PerRank, join, merge, split
@@ -49,8 +50,8 @@ class Checkpointer:
 
     - a tensor (plain, DTensor or ShardedTensor): restored bitwise and in place, resharded when the layout or the world
       differs. A plain tensor is taken to be the same on every rank (rank 0's is kept);
-    - any other value that pickles (numbers, lists, RNG states inside a list, ...): rank 0's is kept, and a sub-dict that
-      holds no tensor is replaced as a whole;
+    - any other value that pickles (numbers, lists, also of tensors of any size, ...): rank 0's is kept, and a sub-dict
+      that holds no tensor is replaced as a whole;
     - `PerRank(value)`: every rank's own value. Loading into a larger world leaves the new ranks' values as they are.
 
     Args:
@@ -151,10 +152,12 @@ class Checkpointer:
         self._together("remove old checkpoints", None, self._prune)
         return final
 
-    def load(self, state: dict[str, Any], step: int | None = None) -> int:
+    def load(self, state: dict[str, Any], step: int | None = None, *, resize_tables: bool = False) -> int:
         """Fill `state` in place from the checkpoint of `step`, by default the newest intact one.
 
-        Only the top-level entries that `state` has are loaded.
+        Only the top-level entries that `state` has are loaded. With `resize_tables`, a table (and its moments) may have
+        another number of rows than the saved one: the rows that both have are loaded, new rows stay as they are (their
+        initial values), and a warning names the table.
 
         Returns:
             the step that was loaded.
@@ -174,12 +177,19 @@ class Checkpointer:
         path, runtime = self._path(step), self.runtime
         tensors, plain, own = split(state)
         reader = dcp.FileSystemReader(path)
-        self._together(
-            f"compare step {step} with what is asked for", None, lambda: self._compare(reader, tensors, state)
-        )
+        resized: list[str] = self._together(
+            f"compare step {step} with what is asked for",
+            None,
+            lambda: self._compare(reader, tensors, state, resize_tables),
+        )[0]
 
         def read() -> None:
-            dcp.load(tensors, storage_reader=reader, process_group=runtime.control, no_dist=runtime.world == 1)
+            where: dict[str, Any] = {"process_group": runtime.control, "no_dist": runtime.world == 1}
+            same = {name: tensor for name, tensor in tensors.items() if name not in resized}
+            dcp.load(same, storage_reader=reader, **where)
+            if resized:
+                other = {name: tensors[name] for name in resized}
+                dcp.load(other, storage_reader=dcp.FileSystemReader(path), planner=CommonRows(), **where)
 
         self._together(f"read the tensors of step {step}", None, read)
 
@@ -266,31 +276,40 @@ class Checkpointer:
 
     # --- the ranks
 
-    def _compare(self, reader: dcp.FileSystemReader, tensors: dict[str, Any], state: dict[str, Any]) -> None:
+    def _compare(
+        self, reader: dcp.FileSystemReader, tensors: dict[str, Any], state: dict[str, Any], resize: bool
+    ) -> list[str]:
+        """Names of the tables to be resized; anything else that does not fit is an error."""
+        resized = []
         saved = reader.read_metadata().state_dict_metadata
         missing = sorted(tensors.keys() - saved.keys())
         if missing:
             raise CheckpointError(f"{reader.path}: holds no tensor {', '.join(missing)}")
         for name, tensor in tensors.items():
             have, want = tuple(getattr(saved[name], "size", ())), global_shape(tensor)
-            if have != want:
+            if have == want:
+                continue
+            if not (resize and is_table(tensor) and have[1:] == want[1:] and have and want):
                 raise CheckpointError(f"{reader.path}: tensor {name} has shape {have}, expected {want}")
+            resized.append(name)
+            self._warn(
+                f"{name} has {have[0]} rows in the checkpoint and {want[0]} now; "
+                f"the first {min(have[0], want[0])} are loaded"
+            )
         asked = {str(key) for key in state}
         extra = sorted(name for name in saved.keys() - tensors.keys() if name.split("/", 1)[0] in asked)
         if extra:
             self._warn(f"{reader.path}: {len(extra)} saved tensors are not asked for, the first is {extra[0]}")
+        return resized
 
     def _together(self, what: str, partial: Path | None, work: Callable[[], Any]) -> list[Any]:
-        """Do `work` on every rank; when it fails on one, remove `partial` and raise on all. Returns every rank's result."""
-        result, failure = None, None
+        """Do `work` on every rank, give back all results; if it fails on one, remove `partial` and raise on all."""
+        result, failure, cause = None, None, None
         try:
             with self.runtime.waiting(what):
                 result = work()
-        except (OSError, RuntimeError, CheckpointException) as error:
-            failure = _reason(error)
-            cause: BaseException | None = error
-        else:
-            cause = None
+        except (Exception, CheckpointException) as error:  # a CheckpointException is a BaseException
+            failure, cause = _reason(error), error
         outcomes = self.runtime.gather((failure, result), what)
         failures = [f"rank {rank}: {outcome[0]}" for rank, outcome in enumerate(outcomes) if outcome[0]]
         if failures:

@@ -58,7 +58,8 @@ class ParallelConfig:
             raise ValueError(f"ParallelConfig.shard_group must be >= 0 (0: the whole world), got {self.shard_group}")
         if self.table_sharding not in TABLE_SHARDINGS:
             raise ValueError(
-                f"ParallelConfig.table_sharding must be one of {', '.join(TABLE_SHARDINGS)}, got {self.table_sharding!r}"
+                f"ParallelConfig.table_sharding must be one of {', '.join(TABLE_SHARDINGS)}, "
+                f"got {self.table_sharding!r}"
             )
         if self.table_std is not None and not self.table_std > 0:
             raise ValueError(f"ParallelConfig.table_std must be > 0 or None, got {self.table_std!r}")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def dense_modules(root: nn.Module, tables: Iterable[nn.Module]) -> list[nn.Module]:
@@ -20,8 +20,8 @@ def dense_modules(root: nn.Module, tables: Iterable[nn.Module]) -> list[nn.Modul
 def place_dense(root: nn.Module, tables: Iterable[nn.Module], device: torch.device) -> None:
     """Move dense parameters and buffers to `device` and make every rank's values equal to rank 0's.
 
-    `root.to(device)` would move (or fail on) the tables too, so that the tensors are moved one by one. FSDP2 shards each
-    rank's own copy; without the broadcast, ranks that built the model from different seeds would train a patchwork.
+    `root.to(device)` would move (or fail on) the tables too, so that the tensors are moved one by one. FSDP2 shards
+    each rank's own copy; without the broadcast, ranks that built the model from different seeds would train a mixture.
     """
     for module in dense_modules(root, tables):
         for store in (module._parameters, module._buffers):
@@ -30,8 +30,8 @@ def place_dense(root: nn.Module, tables: Iterable[nn.Module], device: torch.devi
                     continue
                 if tensor.is_meta:
                     raise ValueError(
-                        f"dense tensor {name!r} of {type(module).__name__} is on the meta device; build dense modules on a "
-                        "real device"
+                        f"dense tensor {name!r} of {type(module).__name__} is on the meta device; "
+                        "build dense modules on a real device"
                     )
                 tensor.data = tensor.data.to(device)
                 if dist.get_world_size() > 1:
@@ -84,3 +84,10 @@ def _unit(root: nn.Module, name: str) -> nn.Module:
     if module is root or isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"unit {name!r} is a {type(module).__name__}; a unit must be an inner module with a forward")
     return module
+
+
+def reshard(root: nn.Module) -> None:
+    """Free what a forward pass without a backward left gathered, so that parameters are the shards again."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

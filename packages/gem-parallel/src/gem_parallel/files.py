@@ -46,7 +46,7 @@ def describe(path: Path) -> tuple[str, int, str]:
 
 
 def verify(path: Path, size: int, digest: str, checked: dict[File, str]) -> str | None:
-    """What is wrong with the file, naming it, or None. `checked` remembers hashes of files that have not changed since."""
+    """What is wrong with the file, naming it, or None; `checked` remembers the hashes of unchanged files."""
     try:
         stat = path.stat()
         if stat.st_size != size:

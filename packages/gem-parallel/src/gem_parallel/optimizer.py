@@ -27,10 +27,10 @@ _ZERO_AT_START = frozenset(
 
 
 def optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`{"state": {"name/key": tensor}, "groups": {index: {option: value, "params": [name, ...]}}}`, aliases of the live tensors.
+    """The state by name: `{"state": {"name/key": tensor}, "groups": {index: {option: value, "params": [name, ...]}}}`.
 
-    Tensors with a parameter's shape are sharded like it (DTensor) or plain. An optimizer that has made no step yet is
-    given its initial state first, so that there is something to load into.
+    The tensors are the live ones, which a Checkpointer may load into; those with a parameter's shape are sharded like
+    it. An optimizer that has made no step yet is given its initial state first, so that there is what to load into.
 
     Raises:
         ValueError: the optimizer holds a parameter that is not a dense parameter of the model.
@@ -40,7 +40,8 @@ def optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> d
         for param in group["params"]:
             if id(param) not in names:
                 raise ValueError(
-                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is no dense parameter of the model"
+                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not a dense parameter "
+                    "of the model"
                 )
     if not optimizer.state:
         _initialise(optimizer)

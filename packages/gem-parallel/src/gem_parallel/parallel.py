@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad
-from gem_parallel.dense import place_dense, shard_dense
+from gem_parallel.dense import place_dense, reshard, shard_dense
 from gem_parallel.mesh import make_mesh
 from gem_parallel.runtime import Runtime
 from gem_parallel.sparse import (
@@ -70,6 +70,7 @@ class ParallelModel:
 
     def named_dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) of everything but the tables; DTensor shards when FSDP2 is at work."""
+        reshard(self.module)
         prefixes = tuple(f"{name}." for name in self._table_modules)
         named: list[tuple[str, nn.Parameter]] = []
         seen: set[int] = set()
@@ -109,6 +110,7 @@ class ParallelModel:
         Tables and moments are ShardedTensors, dense parameters DTensors or plain tensors: as
         `torch.distributed.checkpoint` wants them, and it may load into them in place. Names are the unsharded model's.
         """
+        reshard(self.module)
         sparse = {
             f"{table}.{key.rsplit('.', 1)[-1]}": tensor
             for table, values in self.sparse_optimizer.state_dict()["state"].items()
@@ -141,7 +143,7 @@ class ParallelModel:
         return self.train(False)
 
     def describe(self) -> list[TableShard]:
-        """The sharding plan: which block of which table lies on which rank. `print(*parallel.describe(), sep="\\n")`."""
+        """The sharding plan, a row per block; `print(*parallel.describe(), sep="\\n")` is readable."""
         return list(self._shards)
 
 
@@ -197,6 +199,9 @@ def parallelize(
 
 def _check_roles(model: nn.Module, roles: Mapping[str, str], tables: Mapping[str, nn.Module]) -> None:
     names = {name for name, _ in model.named_parameters()}
+    for name, param in model.named_parameters():
+        if param.dim() == 0:  # in a world of one it would work, which would only hide the trouble
+            raise ValueError(f"dense parameter {name!r} is a scalar, which FSDP2 cannot shard; give it the shape [1]")
     in_tables = {name for name in names if any(name.startswith(f"{table}.") for table in tables)}
     for name in sorted(names):
         role = roles.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ class Runtime:
         device: the device of this rank, already current when it is a CUDA device.
         backend: "nccl" on CUDA, "gloo" on the CPU.
         timeout_s: how long a collective waits for the others before it fails.
-        control: a gloo group of all ranks for barriers, errors and checkpoint metadata (never for tensors of the model).
+        control: a gloo group of all ranks for barriers, errors and checkpoint metadata, never for the model's tensors.
     """
 
     rank: int
@@ -62,10 +63,10 @@ class Runtime:
         except RuntimeError as error:
             if not _is_about_communication(error):
                 raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = " ".join(str(error).split())[:500] or type(error).__name__
             raise PeerLostError(
-                f"rank {self.rank} of {self.world} waited {time.monotonic() - began:.1f} s for {what} and got no answer "
-                f"from the other ranks (timeout {self.timeout_s:g} s); a rank died or hangs. {self.backend}: {reason}"
+                f"rank {self.rank} of {self.world} waited {time.monotonic() - began:.1f} s for {what} and got no "
+                f"answer from another rank, which died or hangs (timeout {self.timeout_s:g} s): {reason}"
             ) from error
 
     def barrier(self, what: str) -> None:
@@ -206,12 +207,13 @@ def _local_world(world: int, explicit: bool) -> int:
     return value if value > 0 and world % value == 0 else world
 
 
-_SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "monitoredbarrier", "socket", "broken pipe", "store")
+_SIGNS = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|timed out|monitoredbarrier|broken pipe", re.IGNORECASE
+)
 
 
 def _is_about_communication(error: RuntimeError) -> bool:
     # gloo reports a lost peer as a plain RuntimeError, so that its text is the only sign
     if isinstance(error, dist.DistError):
         return True
-    text = str(error).lower()
-    return any(sign in text for sign in _SIGNS)
+    return _SIGNS.search(str(error)) is not None

@@ -1,4 +1,4 @@
-"""Embedding tables: found in the model, planned alike on every rank, sharded by TorchRec with a fused row-wise AdaGrad."""
+"""Embedding tables: planned alike on every rank, sharded by TorchRec, updated by a fused row-wise AdaGrad."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def plan_tables(
 ) -> ShardingPlan:
     """The sharding plan, computed by the same pure function on every rank and compared between ranks.
 
-    TorchRec's `collective_plan` plans on rank 0 alone: when it fails there, the other ranks hang. Here every rank plans,
-    and a rank that planned otherwise (another model, another version) is an error on all.
+    TorchRec's `collective_plan` plans on rank 0 alone: when it fails there, the other ranks hang. Here every rank
+    plans, and a rank that planned otherwise (another model, another version) is an error on all.
 
     Raises:
         ValueError: no plan fits (the planner's reasons are in the message), or the ranks' plans differ.
@@ -100,7 +100,9 @@ def plan_tables(
     if not tables:
         return ShardingPlan(plan={})
     topology = topology or Topology.detect(runtime.device.type)
-    allowed = ["table_wise", "row_wise"] if config.table_sharding == "auto" else [config.table_sharding]
+    allowed = [config.table_sharding]
+    if config.table_sharding == "auto":
+        allowed = ["table_wise", "row_wise"] if runtime.world > 1 else ["table_wise"]
     constraints: dict[str, ParameterConstraints] = {}
     for module in tables.values():
         for table in table_configs(module):
@@ -113,13 +115,7 @@ def plan_tables(
     try:
         with _quiet_planner():
             planner = EmbeddingShardingPlanner(
-                topology=PlannerTopology(
-                    world_size=runtime.world,
-                    local_world_size=runtime.local_world,
-                    compute_device=runtime.device.type,
-                    hbm_cap=topology.device_memory,
-                    ddr_cap=topology.host_memory // runtime.local_world,
-                ),
+                topology=_planner_topology(topology, runtime),
                 batch_size=config.batch_size,
                 storage_reservation=FixedPercentageStorageReservation(1 - config.table_memory),
                 constraints=constraints,
@@ -137,6 +133,24 @@ def plan_tables(
         odd = [r for r, d in enumerate(digests) if d != digests[0]]
         raise ValueError(f"ranks {odd} computed another sharding plan than rank 0: do all build the same model?")
     return plan
+
+
+def _planner_topology(topology: Topology, runtime: Runtime) -> PlannerTopology:
+    """The machine in the planner's terms: bytes, and bytes per millisecond."""
+    per_ms = 1e6  # 1 GB/s = 10^9 B/s = 10^6 B/ms
+    links = {"intra_host_bw": topology.tiers[0].bandwidth_gbps * per_ms}
+    if len(topology.tiers) > 1:
+        links["inter_host_bw"] = topology.tiers[-1].bandwidth_gbps * per_ms
+    memory = "hbm_mem_bw" if runtime.device.type == "cuda" else "ddr_mem_bw"
+    return PlannerTopology(
+        world_size=runtime.world,
+        local_world_size=runtime.local_world,
+        compute_device=runtime.device.type,
+        hbm_cap=topology.device_memory,
+        ddr_cap=topology.host_memory // runtime.local_world,
+        **{memory: topology.memory_gbps * per_ms},
+        **links,
+    )
 
 
 @contextmanager
@@ -248,7 +262,7 @@ def local_shards(tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     elif isinstance(tensor, DTensor):
         local = tensor.to_local()
         if hasattr(local, "local_shards"):  # TorchRec's LocalShardsWrapper: several blocks in one DTensor
-            yield from zip(local.local_shards(), map(tuple, local.local_offsets()), strict=True)
+            yield from zip(local.local_shards(), map(tuple, local.local_offsets()), strict=True)  # type: ignore[attr-defined]
         else:
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
             yield local, tuple(offset)

@@ -44,7 +44,7 @@ def init_tables(module: nn.Module, seed: int, std: float | None = None) -> list[
 
 
 def named_tables(module: nn.Module) -> list[tuple[str, Any]]:
-    """(name, weight [rows, dim]) of every embedding table: ShardedTensor or DTensor when sharded, else a plain tensor."""
+    """(name, weight [rows, dim]) of every embedding table; a sharded one is a ShardedTensor or DTensor."""
     from torchrec.distributed.types import ShardedModule
     from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 
@@ -84,7 +84,7 @@ def _fill(block: torch.Tensor, row: int, col: int, cols: int, key: int, bound: f
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser, a bijection of 64-bit integers; int64 wraps, and the mask makes the shift a logical one."""
+    """SplitMix64's finaliser, a bijection of 64-bit integers; int64 wraps, the mask makes the shift a logical one."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))).mul_(_MIX_1)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))).mul_(_MIX_2)
     return x ^ ((x >> 31) & ((1 << 33) - 1))

@@ -41,6 +41,7 @@ class Topology:
     Attributes:
         device: the device's name.
         device_memory: bytes of memory of one device (0 on a CPU, whose memory is host_memory).
+        memory_gbps: gigabytes (10^9) per second between a device and its memory.
         host_memory: bytes of memory of one host.
         tiers: the links; each tier's size is a multiple of the one before.
         notes: where each number comes from.
@@ -48,6 +49,7 @@ class Topology:
 
     device: str
     device_memory: int
+    memory_gbps: float
     host_memory: int
     tiers: tuple[Tier, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -55,15 +57,21 @@ class Topology:
     def __post_init__(self) -> None:
         if not self.tiers:
             raise ValueError("Topology needs at least one tier")
+        if self.device_memory < 0 or self.host_memory <= 0 or not self.memory_gbps > 0:
+            raise ValueError(
+                "Topology needs device_memory >= 0, host_memory > 0 and memory_gbps > 0, got "
+                f"{self.device_memory}, {self.host_memory} and {self.memory_gbps}"
+            )
         for inner, outer in zip(self.tiers, self.tiers[1:], strict=False):
             if outer.size % inner.size:
                 raise ValueError(
-                    f"tier {outer.name!r} of {outer.size} devices is not a multiple of tier {inner.name!r} of {inner.size}"
+                    f"tier {outer.name!r} of {outer.size} devices is not a multiple of tier {inner.name!r} of "
+                    f"{inner.size}"
                 )
 
     @classmethod
     def detect(cls, device: str = "auto") -> Topology:
-        """This machine. Memory and counts are read; bandwidths and latencies are stated by kind of link, not measured."""
+        """This machine: sizes are read, bandwidths and latencies stated by kind of link (`notes` says which)."""
         import torch
 
         if device == "auto":
@@ -75,13 +83,24 @@ class Topology:
             return cls(
                 device="cpu",
                 device_memory=0,
+                memory_gbps=50.0,
                 host_memory=host,
                 tiers=(tier,),
-                notes=(f"{cores} cores and memory read from the system", "host: assumed 10 GB/s through shared memory"),
+                notes=(
+                    f"{cores} cores and the size of memory read from the system; memory assumed at 50 GB/s",
+                    "host: assumed 10 GB/s through shared memory",
+                ),
             )
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         count = torch.cuda.device_count()
-        notes = [f"{count} x {properties.name}, memory read from the driver"]
+        notes = [f"{count} x {properties.name}, size of memory read from the driver"]
+        clock, bus = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+        if clock and bus:
+            memory = 2 * clock * 1e3 * bus / 8 / 1e9  # kHz, two transfers per clock; bits
+            notes.append("memory_gbps: from the driver's clock and bus width")
+        else:
+            memory = 1000.0
+            notes.append("memory_gbps: assumed, this torch does not report the clock")
         if count == 1:
             tier = Tier(name="device", size=1, bandwidth_gbps=1000.0, latency_us=1.0)
             notes.append("device: one device, no links")
@@ -98,6 +117,7 @@ class Topology:
         return cls(
             device=properties.name,
             device_memory=properties.total_memory,
+            memory_gbps=memory,
             host_memory=host,
             tiers=(tier,),
             notes=tuple(notes),
@@ -123,6 +143,7 @@ class Topology:
         lines = [
             f"device = {_string(self.device)}",
             f"device_memory = {self.device_memory}  # bytes",
+            f"memory_gbps = {float(self.memory_gbps)!r}",
             f"host_memory = {self.host_memory}  # bytes",
             f"notes = [{', '.join(map(_string, self.notes))}]",
         ]
@@ -141,7 +162,8 @@ class Topology:
         """A readable table of the tiers, and where the numbers come from."""
         gib = 1 << 30
         lines = [
-            f"{self.device}: {self.device_memory / gib:.1f} GiB device memory, {self.host_memory / gib:.1f} GiB host memory",
+            f"{self.device}: {self.device_memory / gib:.1f} GiB device memory at {self.memory_gbps:g} GB/s, "
+            f"{self.host_memory / gib:.1f} GiB host memory",
             f"{'tier':12} {'devices':>8} {'GB/s':>10} {'us':>8}",
         ]
         lines += [f"{t.name:12} {t.size:>8} {t.bandwidth_gbps:>10g} {t.latency_us:>8g}" for t in self.tiers]

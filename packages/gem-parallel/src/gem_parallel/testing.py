@@ -1,0 +1,251 @@
+"""For tests and `selfcheck`: a small model with every kind of parameter, its plain twin, and jobs of a few ranks."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.spawn import start_processes
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+
+from gem_parallel.parallel import ParallelModel
+from gem_parallel.runtime import start
+from gem_parallel.sparse import local_shards
+
+SEQUENCES = {"history": "item", "candidate": "item", "action": "action"}  # feature -> table of the EmbeddingCollection
+BAGS = {"user": "user", "context": "context"}  # feature -> table of the EmbeddingBagCollection
+ROWS = {"item": 59, "action": 10, "user": 41, "context": 23}
+UNITS = ("dense.tower", "dense.trunk.0", "dense.trunk.1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallBatch:
+    """Ragged ids by feature (`ids[f]` [N], `lengths[f]` [B]) and targets [B]."""
+
+    ids: dict[str, torch.Tensor]
+    lengths: dict[str, torch.Tensor]
+    target: torch.Tensor
+
+    def part(self, rank: int, world: int) -> SmallBatch:
+        """The rank-th of `world` equal parts."""
+        size = len(self.target) // world
+        low, high = rank * size, (rank + 1) * size
+        ids = {}
+        for name, values in self.ids.items():
+            ends = self.lengths[name].cumsum(0)
+            begin = int(ends[low - 1]) if low else 0
+            ids[name] = values[begin : int(ends[high - 1])]
+        lengths = {name: value[low:high] for name, value in self.lengths.items()}
+        return SmallBatch(ids=ids, lengths=lengths, target=self.target[low:high])
+
+    def to(self, device: torch.device) -> SmallBatch:
+        """The batch on another device."""
+        return SmallBatch(
+            ids={name: value.to(device) for name, value in self.ids.items()},
+            lengths={name: value.to(device) for name, value in self.lengths.items()},
+            target=self.target.to(device),
+        )
+
+    def kjt(self, names: Mapping[str, str]) -> KeyedJaggedTensor:
+        """TorchRec's input for the features in `names`."""
+        return KeyedJaggedTensor(
+            keys=list(names),
+            values=torch.cat([self.ids[name] for name in names]),
+            lengths=torch.cat([self.lengths[name] for name in names]),
+        )
+
+
+def small_batch(seed: int, size: int = 16) -> SmallBatch:
+    """A random batch; empty bags and sequences, repeated ids and rows that no sample touches occur."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, lengths = {}, {}
+    for name, table in {**SEQUENCES, **BAGS}.items():
+        lengths[name] = torch.randint(0, 5, (size,), generator=generator)
+        ids[name] = torch.randint(0, ROWS[table], (int(lengths[name].sum()),), generator=generator)
+    return SmallBatch(ids=ids, lengths=lengths, target=torch.randn(size, generator=generator))
+
+
+class _Dense(nn.Module):
+    """All dense layers but the root's own parameter; `head` belongs to no unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, 16))
+        self.trunk = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(16, 1)
+        self.register_buffer("offset", torch.full((1,), 0.1))
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:  # [B, width] -> [B]
+        x = self.tower(pooled)
+        for layer in self.trunk:
+            x = x + layer(x)
+        return (self.head(x) + self.offset).sum(1)
+
+
+def _pool(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Sums of a ragged tensor's rows: [N, D], [B] -> [B, D]."""
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    return values.new_zeros(len(lengths), values.shape[1]).index_add(0, owner, values)
+
+
+class SmallModel(nn.Module):
+    """Sequence and bag tables, FSDP units, a layer outside every unit, a parameter of the root and a buffer."""
+
+    def __init__(
+        self, *, seed: int = 0, dim: int = 8, device: str = "meta", rows: Mapping[str, int] = ROWS, tables: bool = True
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tables = tables
+        if tables:
+            self.sequences = EmbeddingCollection(
+                tables=[EmbeddingConfig(**self._table(name, SEQUENCES, rows, dim)) for name in ("item", "action")],
+                device=torch.device(device),
+            )
+            self.bags = EmbeddingBagCollection(
+                tables=[EmbeddingBagConfig(**self._table(name, BAGS, rows, dim)) for name in ("user", "context")],
+                device=torch.device(device),
+            )
+        torch.manual_seed(seed)  # so that the dense layers do not depend on where the tables are
+        self.dense = _Dense(dim * (len(SEQUENCES) + len(BAGS)))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    @staticmethod
+    def _table(name: str, features: Mapping[str, str], rows: Mapping[str, int], dim: int) -> dict[str, Any]:
+        names = [feature for feature, table in features.items() if table == name]
+        return {"name": name, "num_embeddings": rows[name], "embedding_dim": dim, "feature_names": names}
+
+    def forward(self, batch: SmallBatch) -> torch.Tensor:
+        """Predictions [B]."""
+        if not self.tables:
+            columns = self.dense.tower[0].in_features
+            return self.gain * self.dense(batch.target[:, None].expand(-1, columns))
+        sequences, bags = self.sequences(batch.kjt(SEQUENCES)), self.bags(batch.kjt(BAGS))
+        pooled = [_pool(sequences[name].values(), batch.lengths[name]) for name in SEQUENCES]
+        return self.gain * self.dense(torch.cat([*pooled, *(bags[name] for name in BAGS)], dim=1))
+
+    def roles(self) -> dict[str, str]:
+        """The role of every parameter."""
+        return {
+            name: "table" if name.startswith(("sequences.", "bags.")) else "dense"
+            for name, _ in self.named_parameters()
+        }
+
+
+class PlainModel:
+    """SmallModel without TorchRec and FSDP: indexing, autograd, and row-wise AdaGrad as its formula, in one process."""
+
+    def __init__(self, model: SmallModel, tables: Mapping[str, torch.Tensor], lr: float, eps: float) -> None:
+        self.dense = copy.deepcopy(model.dense)
+        self.gain = copy.deepcopy(model.gain)
+        self.tables = {name: nn.Parameter(value.clone()) for name, value in tables.items()}
+        self.moments = {name: value.new_zeros(len(value)) for name, value in tables.items()}
+        self.lr, self.eps = lr, eps
+
+    def named_dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Names as in SmallModel."""
+        return [("gain", self.gain), *((f"dense.{name}", param) for name, param in self.dense.named_parameters())]
+
+    def __call__(self, batch: SmallBatch) -> torch.Tensor:
+        """The forward on a whole batch."""
+        pooled = [
+            _pool(self.tables[table][batch.ids[name]], batch.lengths[name])
+            for name, table in {**SEQUENCES, **BAGS}.items()
+        ]
+        return self.gain * self.dense(torch.cat(pooled, dim=1))
+
+    @torch.no_grad()
+    def update_tables(self) -> None:
+        """One step of row-wise AdaGrad from the gradients that backward left."""
+        for name, table in self.tables.items():
+            grad = table.grad
+            assert grad is not None
+            self.moments[name] += grad.square().mean(1)
+            table -= self.lr * grad / (self.moments[name].sqrt() + self.eps)[:, None]
+            table.grad = None
+
+
+def full_state(parallel: ParallelModel) -> dict[str, dict[str, torch.Tensor]]:
+    """`parallel.state_dict()` with whole CPU tensors, on every rank."""
+    full: dict[str, dict[str, torch.Tensor]] = {}
+    for part, tensors in parallel.state_dict().items():
+        blocks = {
+            name: [(block.detach().cpu().clone(), offset) for block, offset in local_shards(tensor)]
+            for name, tensor in tensors.items()
+        }
+        everyone = parallel.runtime.gather(blocks, "the whole state")
+        full[part] = {}
+        for name in sorted({name for rank in everyone for name in rank}):
+            found = [pair for rank in everyone for pair in rank.get(name, [])]
+            shape = [max(o[d] + b.shape[d] for b, o in found) for d in range(found[0][0].dim())]
+            whole = torch.full(shape, torch.nan, dtype=found[0][0].dtype)
+            for block, offset in found:
+                whole[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))] = block
+            full[part][name] = whole
+    return full
+
+
+def run_ranks(world: int, file: str, function: str, folder: Path, *args: Any, device: str = "cpu") -> list[Any]:
+    """Run `function(runtime, *args)` of the test file `file` on `world` processes; everyone's result by rank.
+
+    A rank that ends by itself (`os._exit`) has the result None. The processes are forked from a clean server which has
+    imported TorchRec once.
+
+    Raises:
+        RuntimeError: with the traceback of the first rank that failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    job = len(list(folder.glob("job-*")))
+    here = folder / f"job-{job}"
+    here.mkdir()
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(["gem_parallel.testing"])
+    start_processes(
+        _rank, (world, str(here), file, function, args, device), nprocs=world, start_method="forkserver", join=True
+    )
+    results = []
+    for rank in range(world):
+        path = here / f"result-{rank}.pt"
+        outcome = torch.load(path, weights_only=False) if path.exists() else (None, None)
+        if outcome[1]:
+            raise RuntimeError(f"rank {rank} of {world} failed:\n{outcome[1]}")
+        results.append(outcome[0])
+    return results
+
+
+def _rank(rank: int, world: int, folder: str, file: str, function: str, args: tuple[Any, ...], device: str) -> None:
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    outcome: tuple[Any, str | None]
+    try:
+        init = f"file://{folder}/store"
+        with start(device, timeout_s=20, rank=rank, world=world, init_method=init) as runtime:
+            outcome = (getattr(module, function)(runtime, *args), None)
+    except BaseException:
+        outcome = (None, traceback.format_exc())
+    temporary = f"{folder}/.result-{rank}.pt"
+    torch.save(outcome, temporary)
+    os.replace(temporary, f"{folder}/result-{rank}.pt")
+
+
+def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """max |value - expected| / max |expected|; NaN anywhere gives infinity."""
+    error = (value.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)
+    return float(torch.nan_to_num(error, nan=float("inf")))
