@@ -1,5 +1,27 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
 import gem_data
+import pytest
 
 
 def test_version_is_semantic():
     assert len(gem_data.__version__.split(".")) == 3
+
+
+def test_every_public_name_is_there():
+    for name in gem_data.__all__:
+        assert getattr(gem_data, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        gem_data.nothing  # noqa: B018
+
+
+def test_schemas_logs_and_sources_need_no_torch():
+    code = (
+        "import sys, gem_data.sources.movielens, gem_data.sources.synthetic\n"
+        "from gem_data import Schema, EventLog, build_log, time_split\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,6 +1,6 @@
 """`python -m gem_data.bench`: how fast batches are assembled on one core, against a per-sample padded collate.
 
-Both read the same memory-mapped log; what they give is compared before any time is printed. Assembly alone: no transfer.
+Both read the same memory-mapped log; what they give is compared before a time is printed. Assembly alone: no transfer.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ def main(arguments: list[str] | None = None) -> None:
             "date": time.strftime("%Y-%m-%d"),
             "card": platform.processor() or platform.machine(),
             "versions": {"torch": torch.__version__, "numpy": np.__version__, "pyarrow": pa.__version__},
-            "command": "python -m gem_data.bench "
-            + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in vars(options).items()),
+            "command": shlex.join(
+                ["python", "-m", "gem_data.bench", *(sys.argv[1:] if arguments is None else arguments)]
+            ),
             "ceilings": {},
             "rows": rows,
         }

@@ -3,6 +3,9 @@
 Every kind comes down to one operation: for each row, the sum of some values over the rows with the same key and an
 earlier time. Rows sorted by (key, time) make it a difference of two cumulative sums; rows that share key and time read
 the sum at the head of their tie group, so that none sees another.
+
+The sums are integers in units of 2^-24. With floats, the rounding of a difference would depend on the events of other
+keys, later ones among them; exact sums leave the future no way in, not even through the last bit.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from numpy.typing import NDArray
 from gem_data.schema import Counter, Schema
 
 Array = NDArray[Any]
+
+_UNIT = 2.0**-24
+_LIMIT = 2.0**62 * _UNIT  # where an int64 of such units would overflow
 
 
 class Earlier:
@@ -38,9 +44,11 @@ class Earlier:
         self.tie = np.maximum.accumulate(np.where(tied, at, 0))  # first row of the (key, time) group
 
     def sum(self, values: Array) -> NDArray[np.float64]:
-        """Sum of `values` [n] over the earlier rows of each row: [n] float64."""
-        total = np.concatenate([[0.0], np.cumsum(values[self.order], dtype=np.float64)])
-        return self._back(total[self.tie] - total[self.head])
+        """Sum of `values` [n], each rounded to 2^-24, over the earlier rows of each row: [n] float64."""
+        if float(np.abs(values).sum()) >= _LIMIT:
+            raise ValueError(f"the sum of a counter's values must stay under {_LIMIT:g}; scale the vector column down")
+        total = np.concatenate([[0], np.cumsum(np.rint(values[self.order] / _UNIT).astype(np.int64))])
+        return self._back((total[self.tie] - total[self.head]) * _UNIT)
 
     def count(self) -> NDArray[np.float64]:
         """The number of earlier rows of each row: [n] float64."""

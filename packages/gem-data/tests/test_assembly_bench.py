@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from gem_data import Collator, bench
+from gem_data.testing import padded_collate
+
+
+def test_the_benchmark_runs_and_writes_what_it_printed(tmp_path, capsys):
+    out = tmp_path / "data.json"
+    bench.main(["--events", "3000", "--batch-size", "64", "--max-history", "8", "--repeats", "2", "--out", str(out)])
+    result = json.loads(out.read_text())
+    (row,) = result["rows"]
+    assert result["suite"] == "data"
+    assert row["events_per_s"] == pytest.approx(row["events"] / row["ms"] * 1e3)
+    assert 0 < row["filled"] <= 1
+    assert "lognormal-8" in capsys.readouterr().out
+
+
+def test_the_benchmark_refuses_results_that_differ(small_log):
+    rows = np.arange(100, 120)
+    batch, padded = Collator(small_log, max_history=6)(rows), padded_collate(small_log, rows, 6)
+    bench.check(batch, padded)
+    padded["item"][5, 0] += 1
+    with pytest.raises(AssertionError, match="item"):
+        bench.check(batch, padded)
