@@ -16,7 +16,6 @@ from gem_model.presets import preset
 if TYPE_CHECKING:
     from gem_model.batch import BatchLike, IdsLike, SequenceLike
     from gem_model.gem import GEM
-    from gem_model.roles import roles
 
 __all__ = [
     "GEM",
@@ -30,7 +29,6 @@ __all__ = [
     "__version__",
     "batch_flops",
     "preset",
-    "roles",
 ]
 
 _LAZY = {

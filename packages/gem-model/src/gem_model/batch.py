@@ -1,7 +1,7 @@
 """What the model needs of a batch. Anything with these attributes will do; gem-data's JaggedBatch is one.
 
-``B`` samples, ``T`` events of all samples together, ``N`` ids of all samples together, ``F`` dense features, ``K`` tasks.
-Offsets run from 0 to T (or N); rows ``offsets[b]:offsets[b + 1]`` belong to sample ``b``.
+``B`` samples, ``T`` events of all samples together, ``N`` ids of all samples together, ``F`` dense features, ``K``
+tasks. Offsets run from 0 to T (or N); rows ``offsets[b]:offsets[b + 1]`` belong to sample ``b``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -30,8 +31,8 @@ class Table:
 class Source:
     """A history of events: its categorical columns with their tables, its float columns with their sizes.
 
-    ``ids`` holds (column, table) pairs, ``floats`` (column, size) pairs. ``max_len`` is the longest history that the data
-    sends, in events; 0 means that nobody knows.
+    ``ids`` holds (column, table) pairs, ``floats`` (column, size) pairs. ``max_len`` is the longest history that the
+    data sends, in events; 0 means that nobody knows.
     """
 
     name: str
@@ -92,11 +93,13 @@ class ModelInputs:
         uses = [(f"{s.name}.{c}", table) for s in self.sources for c, table in s.ids] + list(self.sparse)
         for user, table in uses:
             if table not in names:
-                raise ValueError(f"{user!r} asks for table {table!r}, {_known(table, names)}")
+                raise ValueError(f"{user!r} asks for table {table!r}, which is {_known(table, names)}")
         if unused := sorted(set(names) - {table for _, table in uses}):
-            raise ValueError(f"no feature and no event column uses table {unused[0]!r}; remove it from ModelInputs.tables")
+            raise ValueError(
+                f"no feature and no event column uses table {unused[0]!r}; remove it from ModelInputs.tables"
+            )
         if len({t.dim for t in self.tables}) > 1:
-            raise ValueError(f"all tables must have one dim, found {({t.name: t.dim for t in self.tables})}")
+            raise ValueError(f"all tables must have one dim, found { ({t.name: t.dim for t in self.tables}) }")
 
     def table(self, name: str) -> Table:
         """The table called ``name``."""
@@ -108,6 +111,11 @@ class ModelInputs:
         return self.tables[0].dim if self.tables else 0
 
     @property
+    def table_std(self) -> float:
+        """Standard deviation that the rows start with, whatever the number of rows: a row's norm is then about 0.6."""
+        return 1.0 / math.sqrt(3.0 * max(self.table_dim, 1))
+
+    @property
     def sequence_tables(self) -> frozenset[str]:
         """Tables that some history uses: they give one row an id, and are never pooled by the table's engine."""
         return frozenset(table for s in self.sources for _, table in s.ids)
@@ -115,17 +123,17 @@ class ModelInputs:
     def candidate_columns(self, source: Source) -> tuple[tuple[str, str], ...]:
         """(column, sparse feature) pairs: which columns of ``source`` the candidate itself has, by sharing their table.
 
-        A column of the same name wins over another feature of the same table; each feature stands for one column at most.
+        A feature of the column's own name comes first, then any other of the table; each stands for one column at most.
         """
-        free = dict(self.sparse)
-        pairs = []
+        tables = dict(self.sparse)
+        chosen = {column: column for column, table in source.ids if tables.get(column) == table}
+        free = [feature for feature in tables if feature not in chosen]
         for column, table in source.ids:
-            shared = [f for f, t in free.items() if t == table]
-            if shared:
-                feature = column if column in shared else shared[0]
-                del free[feature]
-                pairs.append((column, feature))
-        return tuple(pairs)
+            shared = [feature for feature in free if tables[feature] == table]
+            if column not in chosen and shared:
+                chosen[column] = shared[0]
+                free.remove(shared[0])
+        return tuple((column, chosen[column]) for column, _ in source.ids if column in chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +156,14 @@ class GemConfig:
         interaction_fm: how many of the N output tokens the factorisation machine block makes; the rest are linear.
         attention: "softmax", or "gdpa" (O = c act(Q K^T) V).
         activation: the act of gdpa, used by attention="gdpa" and by the personalised feed-forward network.
-        window: an event sees itself and the ``window`` events on each side of it (only the earlier ones when ``causal``);
-            None is everything. The CLS tokens and the pooling queries always see the whole history.
-        causal: an event sees itself and what precedes it. The whole history precedes the candidate, so False leaks nothing.
-        rotary: what rotates q and k: "position", "time" (ROTE: log(1 + dt / time_scale)), "both" (half the dims each), "none".
+        window: an event sees itself and the ``window`` events on each side of it (only the earlier ones when
+            ``causal``); None is everything. The CLS tokens and the pooling queries always see the whole history.
+        causal: an event sees itself and what precedes it. The whole history precedes the candidate, so False leaks
+            nothing.
+        self_attention_every: events attend to events in the layers 0, n, 2 n, ... only (Kunlun's computation skip); the
+            CLS tokens attend in every layer.
+        rotary: what rotates q and k: "position", "time" (ROTE: log(1 + dt / time_scale) to the request), "both" (half
+            the heads each), "none".
         time_scale: seconds; below it, time gaps look alike.
         head_hidden: hidden size of each task's MLP.
         dropout: probability, on event tokens, non-sequence tokens and in the heads.
@@ -177,27 +189,41 @@ class GemConfig:
     activation: str = "silu"
     window: int | None = None
     causal: bool = False
-    rotary: str = "both"
+    self_attention_every: int = 1
+    rotary: str = "time"
     time_scale: float = 60.0
     head_hidden: int = 64
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("width", "heads", "layers", "n_tokens", "n_dense", "n_sum", "interaction_rank", "head_hidden"):
+        for name in (
+            "width",
+            "heads",
+            "layers",
+            "n_tokens",
+            "n_dense",
+            "n_sum",
+            "interaction_rank",
+            "interaction_hidden",
+            "head_hidden",
+            "self_attention_every",
+        ):
             _at_least(name, getattr(self, name), 1)
         for name in ("pma_queries", "recent", "pffn_tokens"):
             _at_least(name, getattr(self, name), 0)
-        _at_least("interaction_hidden", self.interaction_hidden, 1)
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
-        dims = 4 if self.rotary == "both" else 2
-        if self.rotary != "none" and self.head_dim % dims:
+        if self.rotary == "both" and self.heads < 2:
+            raise ValueError("rotary='both' gives half of the heads to each, so it needs at least 2 heads, got 1")
+        if self.rotary != "none" and self.head_dim % 2:
             raise ValueError(
-                f"rotary={self.rotary!r} needs a head dim that is a multiple of {dims}, "
+                f"rotary={self.rotary!r} needs a head dim that is a multiple of 2, "
                 f"width {self.width} / heads {self.heads} gives {self.head_dim}"
             )
         if not 0 < self.interaction_fm < self.n_tokens:
-            raise ValueError(f"interaction_fm must lie between 1 and n_tokens - 1 = {self.n_tokens - 1}, got {self.interaction_fm}")
+            raise ValueError(
+                f"interaction_fm must lie between 1 and n_tokens - 1 = {self.n_tokens - 1}, got {self.interaction_fm}"
+            )
         if self.ff_mult <= 0:
             raise ValueError(f"ff_mult must be positive, got {self.ff_mult}")
         if not 0.0 <= self.dropout < 1.0:
@@ -215,6 +241,10 @@ class GemConfig:
         """Dims of one attention head."""
         return self.width // self.heads
 
+    def events_attend(self, layer: int) -> bool:
+        """Whether the events attend to each other in this layer."""
+        return layer % self.self_attention_every == 0
+
     @property
     def ff_hidden(self) -> int:
         """Hidden size of the event's feed-forward network, rounded up to a multiple of 8."""
@@ -222,11 +252,11 @@ class GemConfig:
 
 
 def _known(value: object, known: Iterable[str]) -> str:
-    """"unknown; did you mean ...? known: ..." for an error message."""
+    """The end of an error message: that ``value`` is unknown, what it may have meant, and what is known."""
     known = list(known)
     close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"unknown{hint} Known: {', '.join(map(repr, known)) or 'none'}" if hint else f"unknown; known: {', '.join(map(repr, known)) or 'none'}"
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"unknown{hint} Known: {', '.join(map(repr, known)) or 'none'}"
 
 
 def _at_least(name: str, value: object, least: int) -> None:

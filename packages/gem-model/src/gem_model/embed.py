@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,7 +25,6 @@ from gem_model.config import GemConfig, ModelInputs, Source
 
 V = TypeVar("V")
 
-TABLE_INIT = 0.05  # half-width of the uniform distribution that the rows start from, unless the table is tiny: see `_scale`
 DENSE_LIMIT = 8.0  # standard deviations; beyond them a dense feature is clipped
 
 
@@ -68,9 +68,10 @@ class Rows:
 class Tables(nn.Module):
     """All embedding tables, in the two TorchRec collections that its DistributedModelParallel can shard.
 
-    A table that some history uses lives in ``shared`` (EmbeddingCollection: one row an id), together with the sparse features
-    that look into it, such as the candidate's own id. Every other table lives in ``bags`` (EmbeddingBagCollection: summed).
-    A sharded collection answers in its own order, so everything is taken by key.
+    A table that some history uses lives in ``shared`` (EmbeddingCollection: one row an id), together with the sparse
+    features that look into it, such as the candidate's own id. Every other table lives in ``bags``
+    (EmbeddingBagCollection: summed). A sharded collection answers in its own order, so everything is taken by key. Rows
+    start uniform, with standard deviation ``inputs.table_std``.
     """
 
     def __init__(self, inputs: ModelInputs, *, device: torch.device | None = None) -> None:
@@ -83,6 +84,8 @@ class Tables(nn.Module):
         for feature, table in inputs.sparse:
             users[table].append(feature)
 
+        bound = math.sqrt(3.0) * inputs.table_std
+
         def configs(kind: Any, names: list[str]) -> list[Any]:
             return [
                 kind(
@@ -90,8 +93,8 @@ class Tables(nn.Module):
                     embedding_dim=inputs.table_dim,
                     num_embeddings=inputs.table(name).rows,
                     feature_names=users[name],
-                    weight_init_min=-TABLE_INIT,
-                    weight_init_max=TABLE_INIT,
+                    weight_init_min=-bound,
+                    weight_init_max=bound,
                 )
                 for name in names
             ]
@@ -134,8 +137,9 @@ class Tables(nn.Module):
 class EventEncoder(nn.Module):
     """Events of one source to tokens: e = Norm(W [id rows || floats || time gaps] + b), in R^{T x d}.
 
-    The id columns include those that describe the outcome (the action). The candidate becomes a token of the same space: the
-    rows of the columns that it shares with the events, zeros for what is not known of it yet, and a learned mark m:
+    The id columns include those that describe the outcome (the action). The candidate becomes a token of the same
+    space: the rows of the columns that it shares with the events, zeros for what is not known of it yet, and a learned
+        mark m:
     c = Norm(W [rows || 0 || 0] + b + m).
     """
 
@@ -152,7 +156,7 @@ class EventEncoder(nn.Module):
         self.mark = nn.Parameter(torch.zeros(config.width)) if self.candidate_features else None
 
     def forward(self, rows: Rows, sequence: SequenceLike, age: Tensor, gap: Tensor) -> Tensor:
-        """Tokens [T, d]; ``age`` and ``gap`` [T] float32 are log(1 + dt / time_scale) to the request and to the previous event."""
+        """Tokens [T, d]; ``age`` and ``gap`` [T] are log(1 + dt / time_scale) to request and previous event."""
         columns = [rows.events[f"{self.source}.{column}"] for column in self.id_columns]
         columns += [pick(sequence.floats, c, f"float column in sequence {self.source!r}:") for c in self.float_columns]
         columns += [(0.1 * torch.stack((age, gap), dim=1))]  # about [0, 2] for gaps from nothing to centuries
@@ -170,7 +174,7 @@ class EventEncoder(nn.Module):
 
 
 class FeatureEncoder(nn.Module):
-    """Non-sequence features to tokens X in R^{B x N x d}: each sparse feature its own projection, dense features an MLP."""
+    """Non-sequence features to tokens X in R^{B x N x d}: a projection for each sparse feature, an MLP of the dense."""
 
     dense_mean: Tensor
     dense_std: Tensor

@@ -1,7 +1,7 @@
 """Useful FLOPs of a GEM's forward pass, exactly, from the lengths of the histories. Imports no torch.
 
-Counted: two for each multiply-add of the matrix products, on real events and on the (query, key) pairs that may see each
-other. Not counted: element-wise work, norms, lookups, padding. A training step counts three forward passes.
+Counted: two for each multiply-add of the matrix products, on real events and on the (query, key) pairs that may see
+each other. Not counted: element-wise work, norms, lookups, padding. A training step counts three forward passes.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ def unit_flops(
         parts[f"events.{source.name}"] = 2 * tokens * source.event_width(inputs.table_dim) * d
     n_in = len(inputs.sparse) + (c.n_dense if inputs.dense else 0)
     for layer in range(c.layers):
-        parts[f"layers.{layer}"] = _layer(c, inputs, counts, batch, n_in)
+        parts[f"layers.{layer}"] = _layer(c, inputs, counts, batch, n_in, layer)
         n_in = c.n_tokens
     per_task = 2 * c.n_tokens * d * c.head_hidden + 2 * c.head_hidden + 2 * inputs.dense
     parts["heads"] = batch * len(inputs.tasks) * per_task
     return parts
 
 
-def _layer(c: GemConfig, inputs: ModelInputs, counts: Mapping[str, list[int]], batch: int, n_in: int) -> int:
+def _layer(
+    c: GemConfig, inputs: ModelInputs, counts: Mapping[str, list[int]], batch: int, n_in: int, layer: int
+) -> int:
     """One InterFormer layer with ``n_in`` non-sequence tokens."""
     d = c.width
     flops, n = 0, n_in
@@ -66,7 +68,7 @@ def _layer(c: GemConfig, inputs: ModelInputs, counts: Mapping[str, list[int]], b
         n_cls = c.n_sum + bool(inputs.candidate_columns(source))
         n_summary = n_cls + c.pma_queries + c.recent
         n += n_summary
-        flops += _tower(c, counts[source.name], batch, n_cls)
+        flops += _tower(c, counts[source.name], batch, n_cls, events_attend=c.events_attend(layer))
         flops += batch * n_summary * 2 * d * d  # gating
     hidden = c.interaction_hidden * d
     flops += batch * 2 * (2 * n * d * c.interaction_rank)  # X^T Y and X (X^T Y)
@@ -75,7 +77,7 @@ def _layer(c: GemConfig, inputs: ModelInputs, counts: Mapping[str, list[int]], b
     return flops
 
 
-def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int) -> int:
+def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int, *, events_attend: bool) -> int:
     """PFFN, self-attention with CLS tokens, PMA over one source."""
     d, events = c.width, sum(lengths)
     flops = events * 3 * 2 * d * c.ff_hidden
@@ -83,8 +85,11 @@ def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int) -> int:
         flops += events * 2 * 2 * d * d  # q and out
         flops += batch * c.pffn_tokens * (2 * c.n_sum * d + 2 * d * 2 * d)  # K and V from X_sum
         flops += events * c.pffn_tokens * 4 * d
-    flops += events * 4 * 2 * d * d + batch * n_cls * 2 * 2 * d * d  # qkv and out; q and out of CLS
-    flops += 4 * d * (sum(visible_pairs(n, causal=c.causal, window=c.window) for n in lengths) + n_cls * events)
+    flops += events * 2 * 2 * d * d + batch * n_cls * 2 * 2 * d * d  # k and v; q and out of CLS
+    flops += 4 * d * n_cls * events
+    if events_attend:
+        flops += events * 2 * 2 * d * d  # q and out
+        flops += 4 * d * sum(visible_pairs(n, causal=c.causal, window=c.window) for n in lengths)
     if c.pma_queries:
         flops += events * 2 * 2 * d * d + batch * c.pma_queries * 2 * d * d  # kv and out
         flops += 4 * d * c.pma_queries * events

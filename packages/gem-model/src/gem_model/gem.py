@@ -2,10 +2,10 @@
 
     ids ----> Tables ----> events of each source ----> S ---.        .---> S' ... (History, [T, d] jagged)
                  \\                                           layer 1
-                  `------> features, candidate ------> X ---'        `---> X' ... ([B, N, d]) ---> Heads ---> logits [B, K]
+                  `------> features, candidate ------> X ---'        `---> X' ... ([B, N, d]) ---> Heads ---> logits
 
-In each layer (interformer.py) the non-sequence tokens X are summarised for the histories, each history is transformed in
-their light and summarised for them, and all of it interacts (interaction.py). `B` samples, `T` events of one source,
+In each layer (interformer.py) the non-sequence tokens X are summarised for the histories, each history is transformed
+in their light and summarised for them, and all of it interacts (interaction.py). `B` samples, `T` events of one source,
 `N` non-sequence tokens, `d` width, `K` tasks.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gem_model.batch import BatchLike
 from gem_model.config import GemConfig, ModelInputs
+from gem_model.dropout import Dropout
 from gem_model.embed import EventEncoder, FeatureEncoder, Rows, Tables, pick
 from gem_model.heads import Heads, log_loss
 from gem_model.init import initialise
@@ -33,13 +34,11 @@ class GEM(nn.Module):
         inputs: what the batches hold.
         device: where parameters are made; "meta" makes none, to be filled by ``to_empty`` and ``reset_parameters``.
 
-    Sources: Meta's GEM post for the whole; InterFormer (2024) for the interleaving; Kunlun for the personalised FFN and ROTE;
-    Wukong (2024) for the interaction.
+    Sources: Meta's GEM post for the whole; InterFormer (2024) for the interleaving; Kunlun for the personalised FFN and
+    ROTE; Wukong (2024) for the interaction.
     """
 
-    def __init__(
-        self, config: GemConfig, inputs: ModelInputs, *, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, config: GemConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config, self.inputs = config, inputs
         device = torch.device(device or "cpu")
@@ -49,13 +48,11 @@ class GEM(nn.Module):
             self.events = nn.ModuleDict({s.name: EventEncoder(s, config, inputs) for s in inputs.sources})
             cls_tokens = {s.name: config.n_sum + bool(inputs.candidate_columns(s)) for s in inputs.sources}
             self.layers = nn.ModuleList(
-                InterFormerLayer(
-                    config.n_tokens if i else self.features.n_tokens, cls_tokens, config, first=i == 0
-                )
+                InterFormerLayer(i, config.n_tokens if i else self.features.n_tokens, cls_tokens, config)
                 for i in range(config.layers)
             )
             self.heads = Heads(config.n_tokens, config, inputs)
-            self.dropout = nn.Dropout(config.dropout)
+            self.dropout = Dropout(config.dropout)
         if device.type != "meta":
             self.reset_parameters()
 
@@ -124,5 +121,7 @@ class GEM(nn.Module):
 
     def _candidate(self, source: str, rows: Rows, x: Tensor) -> Tensor:
         """The candidate as an event of the source, [B, 1, d]; [B, 0, d] where it shares no column with it."""
-        candidate = self.events[source].candidate(rows)
+        encoder = self.events[source]
+        assert isinstance(encoder, EventEncoder)
+        candidate = encoder.candidate(rows)
         return x[:, :0] if candidate is None else self.dropout(candidate)[:, None]

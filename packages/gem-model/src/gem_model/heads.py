@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig, ModelInputs
+from gem_model.dropout import Dropout
 
 
 class Heads(nn.Module):
@@ -29,7 +30,7 @@ class Heads(nn.Module):
         self.hidden = nn.ModuleDict(
             {task: nn.Linear(n_tokens * config.width, config.head_hidden) for task in inputs.tasks}
         )
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.out = nn.ModuleDict({task: nn.Linear(config.head_hidden, 1) for task in inputs.tasks})
         self.wide = nn.Linear(inputs.dense, len(inputs.tasks), bias=False) if inputs.dense else None
 
@@ -38,9 +39,7 @@ class Heads(nn.Module):
         x = self.norm(x.flatten(1))
         hidden = [self.dropout(F.gelu(self.hidden[task](x))) for task in self.tasks]
         with torch.autocast(x.device.type, enabled=False):
-            logits = torch.cat(
-                [self.out[task](h.float()) for task, h in zip(self.tasks, hidden, strict=True)], dim=1
-            )
+            logits = torch.cat([self.out[task](h.float()) for task, h in zip(self.tasks, hidden, strict=True)], dim=1)
             if self.wide is not None:
                 assert dense is not None
                 logits = logits + self.wide(dense.float())
@@ -53,11 +52,16 @@ class Heads(nn.Module):
         Raises:
             ValueError: unless there is one rate in (0, 1) for each task.
         """
-        values = [float(r) for r in rates]
-        if len(values) != len(self.tasks) or not all(0.0 < r < 1.0 for r in values):
-            raise ValueError(f"expected one rate in (0, 1) for each task of {list(self.tasks)}, got {values}")
-        for task, rate in zip(self.tasks, values, strict=True):
-            self.out[task].bias.fill_(math.log(rate / (1.0 - rate)))
+        for task, value in zip(self.tasks, rate_logits(rates, self.tasks), strict=True):
+            self.out[task].bias.fill_(value)  # type: ignore[operator, union-attr]
+
+
+def rate_logits(rates: Sequence[float] | Tensor, tasks: Sequence[str]) -> list[float]:
+    """log(r / (1 - r)) of each task's base rate; ValueError unless there is one rate in (0, 1) for each task."""
+    values = [float(r) for r in rates]
+    if len(values) != len(tasks) or not all(0.0 < r < 1.0 for r in values):
+        raise ValueError(f"expected one rate in (0, 1) for each task of {list(tasks)}, got {values}")
+    return [math.log(r / (1.0 - r)) for r in values]
 
 
 def log_loss(logits: Tensor, labels: Tensor, mask: Tensor, weights: Tensor) -> Tensor:

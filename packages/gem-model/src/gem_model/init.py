@@ -47,8 +47,8 @@ def initialise(model: nn.Module, *, layers: int) -> None:
             for linear in residual:
                 linear.weight.mul_(1.0 / math.sqrt(2.0 * layers))
         elif isinstance(module, Heads):
-            for linear in module.out.values():
-                linear.weight.mul_(HEAD_INIT)
+            for out in module.out.values():
+                out.weight.mul_(HEAD_INIT)
             if module.wide is not None:
                 module.wide.weight.zero_()
 

@@ -10,6 +10,7 @@ from gem_kernels.nn import PMA
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
+from gem_model.dropout import Dropout
 from gem_model.interaction import TokenMix, Wukong
 from gem_model.pooling import most_recent
 from gem_model.sequence import History, SequenceLayer
@@ -45,10 +46,10 @@ class Summary(nn.Module):
 class Tower(nn.Module):
     """One source's part of a layer: its sequence layer, then S_sum = Gating([CLS || PMA(S) || K most recent])."""
 
-    def __init__(self, config: GemConfig) -> None:
+    def __init__(self, config: GemConfig, *, events_attend: bool = True) -> None:
         super().__init__()
         self.recent = config.recent
-        self.sequence = SequenceLayer(config)
+        self.sequence = SequenceLayer(config, events_attend=events_attend)
         self.pma = PMA(config.width, config.pma_queries, config.heads, pre_norm=True) if config.pma_queries else None
         self.norm = nn.LayerNorm(config.width)
         self.gating = Gating(config.width)
@@ -70,12 +71,13 @@ class InterFormerLayer(nn.Module):
     The paper forms X' from S before its update; here the update comes first, so that the last layer's is not wasted.
     """
 
-    def __init__(self, n_in: int, cls_tokens: dict[str, int], config: GemConfig, *, first: bool) -> None:
+    def __init__(self, index: int, n_in: int, cls_tokens: dict[str, int], config: GemConfig) -> None:
         super().__init__()
-        self.first = first
+        self.first = index == 0
+        events_attend = config.events_attend(index)
         self.sources = list(cls_tokens)
         self.summary = Summary(n_in, config) if cls_tokens else None
-        self.towers = nn.ModuleDict({source: Tower(config) for source in cls_tokens})
+        self.towers = nn.ModuleDict({source: Tower(config, events_attend=events_attend) for source in cls_tokens})
         self.interaction = Wukong(
             n_in + sum(c + config.pma_queries + config.recent for c in cls_tokens.values()),
             config.n_tokens,
@@ -84,14 +86,15 @@ class InterFormerLayer(nn.Module):
             rank=config.interaction_rank,
             hidden=config.interaction_hidden * config.width,
         )
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, History], dict[str, Tensor]]:
         """X [B, N, d], histories and CLS tokens [B, C, d] by source -> the same.
 
-        The first layer gets the candidate's token of each source, [B, 1 or 0, d], and prepends X_sum: these are the CLS tokens.
+        The first layer gets the candidate's token of each source, [B, 1 or 0, d], and prepends X_sum: these are the CLS
+        tokens.
         """
         tokens = [x]
         histories, cls = dict(histories), dict(cls)

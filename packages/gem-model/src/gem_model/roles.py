@@ -11,7 +11,7 @@ Role = Literal["dense", "expert", "table"]
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """Every parameter's name -> "table" (rows of a TorchRec collection), or "dense". "expert" is for interaction experts.
+    """Every parameter's name -> "table" (rows of a TorchRec collection) or "dense"; "expert" is an interaction expert.
 
     Ask before TorchRec or FSDP replace modules: afterwards names and classes are others.
     """

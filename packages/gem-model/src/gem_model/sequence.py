@@ -1,6 +1,7 @@
 """The tower of one history: a personalised feed-forward network, then self-attention; the CLS tokens attend beside it.
 
-`B` samples, `T` events of all samples, `d` width, `H` heads, `D` head dim, `C` CLS tokens, `P` personal key/value tokens.
+`B` samples, `T` events of all samples, `d` width, `H` heads, `D` head dim, `C` CLS tokens, `P` personal key/value
+tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gem_model.batch import SequenceLike
 from gem_model.config import GemConfig
 from gem_model.interaction import TokenMix
 
+ROPE_BASE = 10_000.0
 ROTE_BASE = 100.0  # log time runs from 0 to about 15, not to 10,000: a smaller base keeps every frequency useful
 
 
@@ -45,7 +47,8 @@ def place_events(sequence: SequenceLike, request_time: Tensor, time_scale: float
 
     Returns:
         rank [T] int64: 1 for a sample's latest event, 2 for the one before it.
-        age [T] float32: log(1 + dt / time_scale), dt from the event to the request; 0 where an event is later than that.
+        age [T] float32: log(1 + dt / time_scale), dt from the event to the request; 0 where an event is later than
+            that.
         gap [T] float32: the same of the time since the sample's previous event; 0 for its first.
     """
     offsets, time = sequence.offsets, sequence.time
@@ -63,8 +66,8 @@ def place_events(sequence: SequenceLike, request_time: Tensor, time_scale: float
 class PersonalisedFFN(nn.Module):
     """S' = S + SwiGLU(Norm S) + GDPA(W_q Norm S; K, V of X_sum): InterFormer's PFFN in Kunlun's GDPA form.
 
-    The second term is a feed-forward network act(n K^T) V whose weights K, V in R^{P x d} each sample makes from its own
-    non-sequence tokens, so that events are transformed in the light of the user and the candidate.
+    The second term is a feed-forward network act(n K^T) V whose weights K, V in R^{P x d} each sample makes from its
+    own non-sequence tokens, so that events are transformed in the light of the user and the candidate.
     """
 
     def __init__(self, config: GemConfig) -> None:
@@ -98,14 +101,16 @@ class HistoryAttention(nn.Module):
     The CLS tokens stand before the sequence and share its keys and values, but live in their own [B, C, d] tensor: the
     jagged one is then never copied, and a window on the events does not narrow what the CLS tokens see. They hold the
     candidate, so this is also where target attention happens. They ask from the moment of the request: rank 0, age 0,
-    which rotates by nothing.
+    which rotates by nothing. With ``events_attend=False`` (Kunlun's computation skip) the events stay as they are.
     """
 
-    def __init__(self, config: GemConfig) -> None:
+    def __init__(self, config: GemConfig, *, events_attend: bool) -> None:
         super().__init__()
-        self.heads, self.window, self.causal = config.heads, config.window, config.causal
+        self.heads, self.head_dim = config.heads, config.head_dim
+        self.window, self.causal = config.window, config.causal
         self.rotary, self.attention, self.activation = config.rotary, config.attention, config.activation
-        self.qkv = NormLinear(config.width, 3 * config.width, norm="layer")
+        self.events_attend = events_attend
+        self.qkv = NormLinear(config.width, (3 if events_attend else 2) * config.width, norm="layer")
         self.cls_q = NormLinear(config.width, config.width, norm="layer")
         # GDPA's sum over the events grows with their number; the norm takes that out. Softmax is an average already.
         self.out_norm = nn.LayerNorm(config.width) if config.attention == "gdpa" else None
@@ -114,34 +119,47 @@ class HistoryAttention(nn.Module):
     def forward(self, history: History, cls: Tensor) -> tuple[Tensor, Tensor]:
         """Events [T, d] and CLS tokens [B, C, d] -> the same shapes."""
         batch, count = cls.shape[:2]
-        qkv = self.qkv(history.tokens).unflatten(1, (3, self.heads, -1))  # [T, 3, H, D]
-        q, k = self._rotate(qkv[:, :2], history).unbind(1)
-        v = qkv[:, 2]
-        window = None if self.window is None else (self.window, self.window)
-        seen = self._attend(q, k, v, history.offsets, history, history.max_len, causal=self.causal, window=window)
-        q = self.cls_q(cls).flatten(0, 1).unflatten(1, (self.heads, -1)).to(k.dtype)  # [B C, H, D]
-        q_offsets = uniform_offsets(batch, count, cls.device)
-        told = self._attend(q, k, v, q_offsets, history, count, causal=False, window=None)
-        return history.tokens + self.out(seen), cls + self.out(told).unflatten(0, (batch, count))
+        tokens = history.tokens
+        projected = self.qkv(tokens).unflatten(1, (-1, self.heads, self.head_dim))  # [T, 3 or 2, H, D]
+        qk, v = projected.split([projected.shape[1] - 1, 1], dim=1)
+        *q_events, k = self._rotate(qk, history).unbind(1)
+        v = v.squeeze(1)
+        if self.events_attend:
+            window = None if self.window is None else (self.window, self.window)
+            seen = self._attend(
+                q_events[0], k, v, history.offsets, history, history.max_len, causal=self.causal, window=window
+            )
+            tokens = tokens + self.out(seen)
+        q = self.cls_q(cls).view(batch * count, self.heads, self.head_dim).to(k.dtype)
+        told = self._attend(q, k, v, uniform_offsets(batch, count, cls.device), history, count)
+        return tokens, cls + self.out(told).view(cls.shape)
 
-    def _rotate(self, qk: Tensor, history: History) -> Tensor:
-        """Rotate q and k [T, 2, H, D] by rank, by age, or half of the heads by each."""
+    def _rotate(self, x: Tensor, history: History) -> Tensor:
+        """Rotate [T, 2 or 1, H, D] by rank, by age, or half of the heads by each."""
         if self.rotary == "none":
-            return qk
+            return x
 
         def by(place: Tensor, x: Tensor, base: float) -> Tensor:
             return rope(x.flatten(1, 2), None, base=base, positions=place).view(x.shape)
 
         if self.rotary == "position":
-            return by(history.rank, qk, 10000.0)
+            return by(history.rank, x, ROPE_BASE)
         if self.rotary == "time":
-            return by(history.age, qk, ROTE_BASE)
-        ranked, aged = qk.split((self.heads // 2, self.heads - self.heads // 2), dim=2)
-        return torch.cat((by(history.rank, ranked, 10000.0), by(history.age, aged, ROTE_BASE)), dim=2)
+            return by(history.age, x, ROTE_BASE)
+        ranked, aged = x.split((self.heads // 2, self.heads - self.heads // 2), dim=2)
+        return torch.cat((by(history.rank, ranked, ROPE_BASE), by(history.age, aged, ROTE_BASE)), dim=2)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, history: History, max_q: int, *, causal: bool,
-        window: tuple[int, int] | None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_offsets: Tensor,
+        history: History,
+        max_q: int,
+        *,
+        causal: bool = False,
+        window: tuple[int, int] | None = None,
     ) -> Tensor:
         """[Tq, H, D] queries on the history's keys -> [Tq, d]."""
         args = (q, k, v, q_offsets, history.offsets, max_q, history.max_len)
@@ -149,18 +167,17 @@ class HistoryAttention(nn.Module):
             out = jagged_attention(*args, causal=causal, window=window)
             assert isinstance(out, Tensor)
             return out.flatten(1)
-        out = gdpa(*args, activation=self.activation, causal=causal, window=window).flatten(1)
         assert self.out_norm is not None
-        return self.out_norm(out)
+        return self.out_norm(gdpa(*args, activation=self.activation, causal=causal, window=window).flatten(1))
 
 
 class SequenceLayer(nn.Module):
     """One layer of one tower: S' = MHA(PFFN(X_sum, S)), with the CLS tokens beside S."""
 
-    def __init__(self, config: GemConfig) -> None:
+    def __init__(self, config: GemConfig, *, events_attend: bool = True) -> None:
         super().__init__()
         self.ffn = PersonalisedFFN(config)
-        self.attention = HistoryAttention(config)
+        self.attention = HistoryAttention(config, events_attend=events_attend)
 
     def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor]:
         """History of [T, d] tokens, CLS [B, C, d] and X_sum [B, n_sum, d] -> history and CLS."""

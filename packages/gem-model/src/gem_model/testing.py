@@ -51,7 +51,7 @@ class RandomBatch:
             if isinstance(value, dict):
                 return {k: move(v) for k, v in value.items()}
             if isinstance(value, (RandomIds, RandomSequence)):
-                return type(value)(**{f.name: move(getattr(value, f.name)) for f in fields(value)})
+                return type(value)(**{f.name: move(getattr(value, f.name)) for f in fields(value)})  # type: ignore[arg-type]
             return value
 
         return RandomBatch(**{f.name: move(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ class RandomBatch:
 
 
 def example_inputs(*, dim: int = 8, dense: int = 5, tasks: tuple[str, ...] = ("click", "buy")) -> ModelInputs:
-    """Two histories that share the item table with the candidate, a multi-valued feature, a feature of its own table."""
+    """Two histories that share the item table with the candidate, a multi-valued and two single-valued features."""
     return ModelInputs(
         tables=(
             Table(name="item", rows=50, dim=dim),

@@ -23,7 +23,9 @@ class ConstantRate:
             positives = positives + (w * torch.where(batch.label_mask, batch.labels, 0.0).cpu()).sum(0)
             total = total + w.sum(0)
         if total.dim() == 0 or not bool((total > 0).all()):
-            raise ValueError(f"every task needs a label with positive weight to have a base rate; weights found: {total.tolist()}")
+            raise ValueError(
+                f"every task needs a label with positive weight to have a base rate; weights found: {total.tolist()}"
+            )
         self.rates = positives / total
         return self
 

@@ -14,8 +14,8 @@ from gem_model.batch import BatchLike
 class LogisticRegression:
     """p_k = sigmoid(w_k . (x - mean) / std + b_k), one regression a task, in float64 on the CPU.
 
-    Minimises the weighted mean log loss + l2 / 2 |w|^2 by LBFGS over the whole data; a feature that never varies gets w = 0.
-    After ``fit``: ``weight`` [K, F] on the standardised features, ``bias`` [K], ``mean`` and ``std`` [F].
+    Minimises the weighted mean log loss + l2 / 2 |w|^2 by LBFGS over the whole data; a feature that never varies gets w
+    = 0. After ``fit``: ``weight`` [K, F] on the standardised features, ``bias`` [K], ``mean`` and ``std`` [F].
 
     Args:
         l2: the penalty on w, per mean log loss (1e-4 is weak).
@@ -56,7 +56,11 @@ class LogisticRegression:
         weight = torch.zeros(y.shape[1], x.shape[1], dtype=torch.float64, requires_grad=True)
         bias = torch.logit(rates).clone().requires_grad_()
         solver = torch.optim.LBFGS(
-            [weight, bias], max_iter=self.max_iter, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+            [weight, bias],
+            max_iter=self.max_iter,
+            tolerance_grad=1e-9,
+            tolerance_change=1e-12,
+            line_search_fn="strong_wolfe",
         )
 
         def objective() -> Tensor:

@@ -1,0 +1,112 @@
+"""A small DIN (Deep Interest Network, Zhou et al. 2018): what target attention alone achieves.
+
+`B` samples, `T` events of one source, `D` dim of the tables, `K` tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gem_model.batch import BatchLike
+from gem_model.config import ModelInputs, Source
+from gem_model.dropout import Dropout
+from gem_model.embed import Rows, Tables, pick, sum_pool
+from gem_model.heads import log_loss, rate_logits
+from gem_model.sequence import place_events
+
+
+@dataclass(frozen=True, kw_only=True)
+class DinConfig:
+    """Hidden units of the attention MLP and of the MLP on top; ``time_scale`` in seconds."""
+
+    attention: int = 36
+    hidden: tuple[int, ...] = (64, 32)
+    time_scale: float = 60.0
+    dropout: float = 0.1
+
+
+class Interest(nn.Module):
+    """sum_t a(h_t, c) h_t over a sample's events h_t, with a an MLP of [h, c, h - c, h * c] where they share columns.
+
+    As in the paper, the weights are not normalised: many matching events are a strong interest. A source that has no
+    column in common with the candidate gives the mean of its events.
+    """
+
+    def __init__(self, source: Source, config: DinConfig, inputs: ModelInputs) -> None:
+        super().__init__()
+        self.source, self.time_scale = source.name, config.time_scale
+        self.id_columns = [column for column, _ in source.ids]
+        self.float_columns = [column for column, _ in source.floats]
+        self.shared = dict(inputs.candidate_columns(source))
+        self.width = source.event_width(inputs.table_dim)
+        shared = len(self.shared) * inputs.table_dim
+        self.attention = None
+        if shared:
+            self.attention = nn.Sequential(
+                nn.Linear(self.width + 3 * shared, config.attention), nn.PReLU(), nn.Linear(config.attention, 1)
+            )
+
+    def forward(self, rows: Rows, batch: BatchLike) -> Tensor:
+        """[B, width of an event]."""
+        sequence = pick(batch.sequences, self.source, "sequence")
+        offsets = sequence.offsets
+        _, age, gap = place_events(sequence, batch.time, self.time_scale)
+        ids = {column: rows.events[f"{self.source}.{column}"] for column in self.id_columns}
+        floats = [sequence.floats[column] for column in self.float_columns]
+        events = torch.cat([*ids.values(), *floats, 0.1 * torch.stack((age, gap), dim=1)], dim=1)  # [T, width]
+        if self.attention is None:
+            return sum_pool(events, offsets) / offsets.diff().clamp(min=1)[:, None]
+        h = torch.cat([ids[column] for column in self.shared], dim=1)
+        candidate = torch.cat([rows.pooled[feature] for feature in self.shared.values()], dim=1)  # [B, m D]
+        c = torch.repeat_interleave(candidate, offsets.diff(), dim=0, output_size=h.shape[0])
+        weight = self.attention(torch.cat((events, c, h - c, h * c), dim=1))  # [T, 1]
+        return sum_pool(weight * events, offsets)
+
+
+class DIN(nn.Module):
+    """``DIN(DinConfig(), inputs)(batch)`` -> logits [B, K]: an MLP of interests, sparse features and dense features.
+
+    Trained like GEM: it has the same ``loss``, ``init_bias`` and tables.
+    """
+
+    def __init__(self, config: DinConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.inputs = inputs
+        device = torch.device(device or "cpu")
+        with torch.device(device):
+            self.tables = Tables(inputs, device=device)
+            self.interests = nn.ModuleList(Interest(s, config, inputs) for s in inputs.sources)
+            self.dense_norm = nn.BatchNorm1d(inputs.dense, affine=False) if inputs.dense else None
+            sizes = [
+                sum(s.event_width(inputs.table_dim) for s in inputs.sources)
+                + len(inputs.sparse) * inputs.table_dim
+                + inputs.dense
+            ]
+            layers: list[nn.Module] = []
+            for size in config.hidden:
+                layers += [nn.Linear(sizes[-1], size), nn.PReLU(), Dropout(config.dropout)]
+                sizes.append(size)
+            self.mlp = nn.Sequential(*layers)
+            self.out = nn.Linear(sizes[-1], len(inputs.tasks))
+
+    def forward(self, batch: BatchLike) -> Tensor:
+        """Logits [B, K] float32."""
+        rows = self.tables(batch)
+        parts = [interest(rows, batch) for interest in self.interests]
+        parts += [rows.pooled[feature] for feature, _ in self.inputs.sparse]
+        if self.dense_norm is not None:
+            parts.append(self.dense_norm(batch.dense))
+        return self.out(self.mlp(torch.cat(parts, dim=1))).float()
+
+    def loss(self, logits: Tensor, batch: BatchLike) -> Tensor:
+        """As :meth:`gem_model.GEM.loss`."""
+        return log_loss(logits, batch.labels, batch.label_mask, batch.weights)
+
+    @torch.no_grad()
+    def init_bias(self, rates: Sequence[float] | Tensor) -> None:
+        """As :meth:`gem_model.GEM.init_bias`."""
+        self.out.bias.copy_(torch.tensor(rate_logits(rates, self.inputs.tasks)))
