@@ -280,7 +280,7 @@ def test_watch_finds_the_worst_tensor_and_is_silent_between_steps():
     assert worst.layer == "layers.1.down"
     assert worst.amax == 1e4
     by_key = {(r.layer, r.product, r.tensor): r for r in rows}
-    weight = model.layers[0].up.weight
+    weight = model.layers[0].up.weight.detach()
     error = weight - quantize(weight, FP8_ROW).dequantize()
     expected = 10 * math.log10(weight.square().sum() / error.square().sum())
     assert by_key["layers.0.up", "forward", "weight"].sqnr_db == pytest.approx(expected, rel=1e-3)

@@ -86,9 +86,8 @@ def product(
     `observe` is called with (role, the tensor that is quantised, its quantisation) for each operand.
     """
     spec_a, spec_b = spec_for(precision, a.role), spec_for(precision, b.role)
-    with torch.autocast(
-        a.value.device.type, enabled=False
-    ):  # autocast would round the operands of a float32 GEMM to BF16
+    # Autocast is off inside, as it would round the operands of a float32 GEMM to BF16.
+    with torch.autocast(a.value.device.type, enabled=False):
         if spec_a is None or spec_b is None:
             return a.value.to(dtype) @ b.value.to(dtype).t()
         if 0 in (*a.value.shape, b.value.shape[0]):  # an empty jagged batch
@@ -132,11 +131,11 @@ def _row_wise(qa: QTensor, qb: QTensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda:  # the kernel wants K and N in multiples of 16; zeros change nothing along K and are cut off along N
         a, b = _pad16(a, rows=False), _pad16(b, rows=True)
         scale_b = pad(scale_b, (0, -n % 16), value=1.0)
-    if dtype == torch.bfloat16:
-        out = torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.contiguous(), out_dtype=dtype)
-        return out[:, :n]
-    # The row-wise kernel of CUDA returns BF16 alone; with unit scales the float32 sum comes out whole and is scaled
-    # here.
+    if dtype == torch.bfloat16 or not a.is_cuda:
+        out_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        out = torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.contiguous(), out_dtype=out_dtype)
+        return out[:, :n].to(dtype)
+    # CUDA's row-wise kernel returns BF16 alone; with unit scales the float32 sum comes out whole and is scaled here.
     one = torch.ones((), device=a.device)
     out = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
     return (out * scale_a * scale_b)[:, :n].to(dtype)
