@@ -1,0 +1,84 @@
+"""Makes Triton's CPU interpreter right for bfloat16, so that kernels can be tested without a GPU.
+
+The interpreter keeps bfloat16 as 16-bit integers. Its matrix product and arithmetic then work on the bit patterns, and its cast from
+float32 truncates where hardware rounds to nearest even. `install` routes these through float32. It changes the interpreter of this process
+only, once, and never compiled kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def widen(bits: Array) -> Array:
+    """bfloat16 bit patterns -> float32; exact."""
+    return (np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(bits.shape)
+
+
+def narrow(x: Array) -> Array:
+    """float32 -> bfloat16 bit patterns, round to nearest even; a NaN stays one."""
+    x = np.ascontiguousarray(x, dtype=np.float32)
+    bits = x.view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded).astype(np.uint16)
+
+
+@functools.cache
+def install() -> None:
+    """Patch the interpreter; later calls do nothing."""
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    handle: Any = interpreter.TensorHandle
+
+    def is_bf16(x: Any) -> bool:
+        return x.dtype.scalar == tl.bfloat16
+
+    def up(x: Any) -> Any:
+        return handle(widen(np.asarray(x.data)), tl.float32) if is_bf16(x) else x
+
+    def down(x: Array) -> Any:
+        return handle(narrow(x), tl.bfloat16)
+
+    def patch(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        setattr(builder, name, make(getattr(builder, name)))
+
+    def dot(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any, **options: Any) -> Any:
+            return original(self, up(a), up(b), d, *rest, **options)
+
+        return create_dot
+
+    def elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(self: Any, *operands: Any) -> Any:
+            *tensors, op = operands
+            if not tensors or not all(hasattr(x, "dtype") and is_bf16(x) for x in tensors):
+                return original(self, *operands)
+            out = op(*(widen(np.asarray(x.data)) for x in tensors))
+            return handle(out, tl.int1) if out.dtype == np.bool_ else down(out)
+
+        return apply
+
+    def cast(original: Callable[..., Any]) -> Callable[..., Any]:
+        def cast_impl(self: Any, src: Any, target: Any) -> Any:
+            scalar = target.scalar
+            if is_bf16(src):
+                return src if scalar == tl.bfloat16 else original(self, up(src), target)
+            if scalar == tl.bfloat16:
+                return down(np.asarray(src.data).astype(np.float32))
+            return original(self, src, target)
+
+        return cast_impl
+
+    patch("create_dot", dot)
+    patch("binary_op", elementwise)
+    patch("unary_op", elementwise)
+    patch("cast_impl", cast)

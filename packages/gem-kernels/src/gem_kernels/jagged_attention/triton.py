@@ -1,0 +1,492 @@
+"""Jagged softmax attention in portable Triton: split backward, no atomics, so every run gives the same bits.
+
+Forward keeps the online softmax in base 2. Backward has one kernel for dQ (it also makes delta = rowsum(dO o O) - dLSE, which the next one
+reads), one for dK and dV, and one for the bias. See `tiling` for the legend.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem_kernels.tiling import (
+    HALF,
+    LN2,
+    LOG2E,
+    CompileCase,
+    Tile,
+    applies,
+    hide,
+    key_ranges,
+    launch,
+    load_rows,
+    padded_dim,
+    query_ranges,
+    rows_of,
+    signature,
+    span,
+    store_rows,
+)
+
+__all__ = ["applies", "backward", "compile_cases", "forward"]
+
+
+@triton.jit
+def _scores(
+    q, k, rows, cols, len_k, max_q, max_k, diag, scale, bias_ptr, left, right,
+    BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores in base 2 of rows [BM, 1] against cols [1, BN], or with both turned; -inf where hidden if MASKED."""
+    s = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
+    if BIAS:
+        at = bias_ptr + rows.to(tl.int64) * max_k + cols
+        s += tl.load(at, mask=(rows < max_q) & (cols < max_k), other=0.0).to(tl.float32) * LOG2E
+    if MASKED:
+        s = hide(s, rows + diag, cols, len_k, left, right, LEFT, RIGHT, float("-inf"))
+    return s
+
+
+@triton.jit
+def _forward_range(
+    acc, m, l, q, rows, lo, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k, diag, scale, left, right,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for start in range(lo, hi, BN):
+        cols = start + tl.arange(0, BN)
+        k = load_rows(k_ptr, cols, cols < len_k, k_row, D, DP, MASKED)
+        s = _scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, diag, scale, bias_ptr, left, right,
+                    BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
+        m_new = tl.maximum(m, tl.max(s, 1))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+        p = tl.exp2(s - shift[:, None])
+        alpha = tl.exp2(m - shift)
+        l = l * alpha + tl.sum(p, 1)
+        v = load_rows(v_ptr, cols, cols < len_k, v_row, D, DP, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=["max_q", "max_k", "tiles", "left", "right"])
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_f32, q_offsets, k_offsets, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head, max_q, max_k, tiles, left, right,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SHARED: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, h, b = tl.program_id(0) % tiles, tl.program_id(0) // tiles % HEADS, tl.program_id(0) // tiles // HEADS
+    if SHARED:
+        start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b.to(tl.int64) * max_q
+    else:
+        start_q, len_q = span(q_offsets, b)
+        start_o = start_q
+    if tile * BM >= len_q:
+        return
+    start_k, len_k = span(k_offsets, b)
+    rows = tile * BM + tl.arange(0, BM)
+    inside = rows < len_q
+    q = load_rows(q_ptr + start_q * q_row + h * q_head, rows, inside, q_row, D, DP, True)
+    k_ptr += start_k * k_row + (h // GROUP) * k_head
+    v_ptr += start_k * v_row + (h // GROUP) * v_head
+    if BIAS:
+        bias_ptr += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
+    diag = len_k - len_q
+    last = tl.minimum(tile * BM + BM, len_q) - 1
+    lo, full_lo, full_hi, hi = key_ranges(tile * BM + diag, last + diag, len_k, left, right, BN, LEFT, RIGHT)
+    acc = tl.zeros((BM, DP), tl.float32)
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    l = tl.zeros((BM,), tl.float32)
+    if LEFT:
+        acc, m, l = _forward_range(
+            acc, m, l, q, rows, lo, tl.minimum(full_lo, hi), k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
+            diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+    acc, m, l = _forward_range(
+        acc, m, l, q, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
+        diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, False, PRECISION)  # fmt: skip
+    acc, m, l = _forward_range(
+        acc, m, l, q, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
+        diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+    out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    store_rows(out_ptr + (start_o * HEADS + h) * D, out, rows, inside, HEADS * D, D, DP)
+    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(tl.where(l == 0.0, 1.0, l))) * LN2)
+    tl.store(lse_f32 + (start_o + rows) * HEADS + h, lse, mask=inside)
+
+
+@triton.jit
+def _dq_range(
+    dq, q, do, lse2, delta, rows, lo, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k, diag, scale,
+    left, right, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for start in range(lo, hi, BN):
+        cols = start + tl.arange(0, BN)
+        k = load_rows(k_ptr, cols, cols < len_k, k_row, D, DP, MASKED)
+        v = load_rows(v_ptr, cols, cols < len_k, v_row, D, DP, MASKED)
+        s = _scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, diag, scale, bias_ptr, left, right,
+                    BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
+        p = tl.exp2(s - lse2[:, None])
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=["max_q", "max_k", "tiles", "left", "right"])
+def _dq_kernel(
+    do_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_f32, dlse_f32, delta_f32, dq_ptr, q_offsets, k_offsets, scale,
+    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head, max_q, max_k, tiles, left, right,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SHARED: tl.constexpr, BIAS: tl.constexpr, DLSE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, h, b = tl.program_id(0) % tiles, tl.program_id(0) // tiles % HEADS, tl.program_id(0) // tiles // HEADS
+    if SHARED:  # dQ of each sample goes to its own rows, and is summed over the batch outside
+        start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b.to(tl.int64) * max_q
+    else:
+        start_q, len_q = span(q_offsets, b)
+        start_o = start_q
+    if tile * BM >= len_q:
+        return
+    start_k, len_k = span(k_offsets, b)
+    rows = tile * BM + tl.arange(0, BM)
+    inside = rows < len_q
+    q = load_rows(q_ptr + start_q * q_row + h * q_head, rows, inside, q_row, D, DP, True)
+    do = load_rows(do_ptr + start_o * do_row + h * do_head, rows, inside, do_row, D, DP, True)
+    out = load_rows(out_ptr + (start_o * HEADS + h) * D, rows, inside, HEADS * D, D, DP, True)
+    at = (start_o + rows) * HEADS + h
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    if DLSE:
+        delta -= tl.load(dlse_f32 + at, mask=inside, other=0.0)
+    tl.store(delta_f32 + at, delta, mask=inside)
+    lse = tl.load(lse_f32 + at, mask=inside, other=0.0)
+    lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)  # a row that sees no key: every score is -inf, so P is 0
+    k_ptr += start_k * k_row + (h // GROUP) * k_head
+    v_ptr += start_k * v_row + (h // GROUP) * v_head
+    if BIAS:
+        bias_ptr += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
+    diag = len_k - len_q
+    last = tl.minimum(tile * BM + BM, len_q) - 1
+    lo, full_lo, full_hi, hi = key_ranges(tile * BM + diag, last + diag, len_k, left, right, BN, LEFT, RIGHT)
+    dq = tl.zeros((BM, DP), tl.float32)
+    if LEFT:
+        dq = _dq_range(
+            dq, q, do, lse2, delta, rows, lo, tl.minimum(full_lo, hi), k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
+            max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+    dq = _dq_range(
+        dq, q, do, lse2, delta, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
+        max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, False, PRECISION)  # fmt: skip
+    dq = _dq_range(
+        dq, q, do, lse2, delta, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
+        max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+    store_rows(dq_ptr + (start_o * HEADS + h) * D, dq * scale, rows, inside, HEADS * D, D, DP)
+
+
+@triton.jit
+def _dkv_range(
+    dk, dv, k, v, cols, lo, hi, q_ptr, do_ptr, lse_f32, delta_f32, bias_ptr, q_row, do_row, len_q, len_k, max_q, max_k,
+    diag, scale, left, right, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for start in range(lo, hi, BM):
+        rows = start + tl.arange(0, BM)
+        inside = rows < len_q
+        q = load_rows(q_ptr, rows, inside, q_row, D, DP, MASKED)
+        do = load_rows(do_ptr, rows, inside, do_row, D, DP, MASKED)
+        if MASKED:
+            lse = tl.load(lse_f32 + rows.to(tl.int64) * HEADS, mask=inside, other=0.0)
+            delta = tl.load(delta_f32 + rows.to(tl.int64) * HEADS, mask=inside, other=0.0)
+        else:
+            lse = tl.load(lse_f32 + rows.to(tl.int64) * HEADS)
+            delta = tl.load(delta_f32 + rows.to(tl.int64) * HEADS)
+        lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
+        # Transposed, [BN, BM]. Padded query rows are 0 in q, do and delta and add nothing, unless a bias makes their P infinite.
+        s = _scores(k, tl.trans(q), rows[None, :], cols[:, None], len_k, max_q, max_k, diag, scale, bias_ptr, left, right,
+                    BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
+        p = tl.exp2(s - lse2[None, :])
+        if BIAS and MASKED:
+            p = tl.where(inside[None, :], p, 0.0)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["max_q", "max_k", "tiles", "left", "right"])
+def _dkv_kernel(
+    do_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_f32, delta_f32, dk_ptr, dv_ptr, q_offsets, k_offsets, scale,
+    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head, max_q, max_k, tiles, left, right,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SHARED: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    tile, hk, b = tl.program_id(0) % tiles, tl.program_id(0) // tiles % KV_HEADS, tl.program_id(0) // tiles // KV_HEADS
+    start_k, len_k = span(k_offsets, b)
+    if tile * BN >= len_k:
+        return
+    if SHARED:
+        start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b.to(tl.int64) * max_q
+    else:
+        start_q, len_q = span(q_offsets, b)
+        start_o = start_q
+    cols = tile * BN + tl.arange(0, BN)
+    inside = cols < len_k
+    k = load_rows(k_ptr + start_k * k_row + hk * k_head, cols, inside, k_row, D, DP, True)
+    v = load_rows(v_ptr + start_k * v_row + hk * v_head, cols, inside, v_row, D, DP, True)
+    diag = len_k - len_q
+    last = tl.minimum(tile * BN + BN, len_k) - 1
+    lo, full_lo, full_hi, hi = query_ranges(tile * BN, last, diag, len_q, left, right, BM, LEFT, RIGHT)
+    dk = tl.zeros((BN, DP), tl.float32)
+    dv = tl.zeros((BN, DP), tl.float32)
+    for g in range(GROUP):
+        h = hk * GROUP + g
+        q_at = q_ptr + start_q * q_row + h * q_head
+        do_at = do_ptr + start_o * do_row + h * do_head
+        lse_at = lse_f32 + start_o * HEADS + h
+        delta_at = delta_f32 + start_o * HEADS + h
+        bias_at = bias_ptr
+        if BIAS:
+            bias_at += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
+        if RIGHT:
+            dk, dv = _dkv_range(
+                dk, dv, k, v, cols, lo, tl.minimum(full_lo, hi), q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
+                len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, True,
+                PRECISION)  # fmt: skip
+        dk, dv = _dkv_range(
+            dk, dv, k, v, cols, full_lo, full_hi, q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
+            len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, False,
+            PRECISION)  # fmt: skip
+        dk, dv = _dkv_range(
+            dk, dv, k, v, cols, full_hi, hi, q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
+            len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, True,
+            PRECISION)  # fmt: skip
+    at = (start_k * KV_HEADS + hk) * D
+    store_rows(dk_ptr + at, dk * scale, cols, inside, KV_HEADS * D, D, DP)
+    store_rows(dv_ptr + at, dv, cols, inside, KV_HEADS * D, D, DP)
+
+
+@triton.jit(do_not_specialize=["batch", "max_q", "max_k", "tiles", "left", "right"])
+def _dbias_kernel(
+    do_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_f32, delta_f32, dbias_ptr, q_offsets, k_offsets, scale,
+    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head, batch, max_q, max_k, tiles, left, right,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SHARED: tl.constexpr, ALL_BATCH: tl.constexpr, ALL_HEADS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of the bias's gradient: dS, summed over the samples and heads that share it, always in the same order."""
+    col_tiles = tl.cdiv(max_k, BN)
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    first_h, first_b = 0, 0
+    last_h, last_b = HEADS, batch
+    if not ALL_HEADS:
+        first_h = rest % HEADS
+        last_h = first_h + 1
+        rest = rest // HEADS
+    if not ALL_BATCH:
+        first_b = rest
+        last_b = first_b + 1
+    rows = (tile // col_tiles) * BM + tl.arange(0, BM)
+    cols = (tile % col_tiles) * BN + tl.arange(0, BN)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for b in range(first_b, last_b):
+        b64 = tl.cast(b, tl.int64)
+        if SHARED:
+            start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b64 * max_q
+        else:
+            start_q, len_q = span(q_offsets, b64)
+            start_o = start_q
+        start_k, len_k = span(k_offsets, b64)
+        if ((tile // col_tiles) * BM < len_q) & ((tile % col_tiles) * BN < len_k):
+            for h in range(first_h, last_h):
+                h64 = tl.cast(h, tl.int64)
+                row_ok, col_ok = rows < len_q, cols < len_k
+                q = load_rows(q_ptr + start_q * q_row + h64 * q_head, rows, row_ok, q_row, D, DP, True)
+                do = load_rows(do_ptr + start_o * do_row + h64 * do_head, rows, row_ok, do_row, D, DP, True)
+                k = load_rows(k_ptr + start_k * k_row + h64 // GROUP * k_head, cols, col_ok, k_row, D, DP, True)
+                v = load_rows(v_ptr + start_k * v_row + h64 // GROUP * v_head, cols, col_ok, v_row, D, DP, True)
+                at = (start_o + rows) * HEADS + h64
+                lse = tl.load(lse_f32 + at, mask=row_ok, other=0.0)
+                delta = tl.load(delta_f32 + at, mask=row_ok, other=0.0)
+                lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
+                bias_at = bias_ptr + b64 * bias_batch + h64 * bias_head
+                s = _scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, len_k - len_q, scale,
+                            bias_at, left, right, True, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+                dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+                ds = tl.exp2(s - lse2[:, None]) * (dp - delta[:, None])
+                acc += tl.where(row_ok[:, None], ds, 0.0)
+    out = dbias_ptr
+    if not ALL_BATCH:
+        out += tl.cast(first_b, tl.int64) * bias_batch
+    if not ALL_HEADS:
+        out += tl.cast(first_h, tl.int64) * bias_head
+    at = rows.to(tl.int64)[:, None] * max_k + cols[None, :]
+    inside = (rows < max_q)[:, None] & (cols < max_k)[None, :]
+    tl.store(out + at, acc.to(dbias_ptr.dtype.element_ty), mask=inside)
+
+
+def tile(phase: str, dtype: torch.dtype, dim: int) -> Tile:
+    """The fixed configuration of a kernel: "forward", "dq", "dkv" or "dbias". Fits the 99 KB of shared memory that every card has."""
+    if dtype not in HALF:  # float32 products run on the vector units: small tiles keep them in registers
+        return Tile(bm=32, bn=32, warps=4, stages=1) if dim <= 128 else Tile(bm=16, bn=16, warps=4, stages=1)
+    if phase == "forward":
+        if dim <= 64:
+            return Tile(bm=128, bn=64, warps=4, stages=3)
+        return Tile(bm=128, bn=64, warps=8, stages=2) if dim <= 128 else Tile(bm=64, bn=32, warps=4, stages=2)
+    if dim <= 64:
+        return Tile(bm=64, bn=64, warps=4, stages=2)
+    return Tile(bm=64, bn=64, warps=8, stages=2) if dim <= 128 else Tile(bm=32, bn=32, warps=4, stages=1)
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _bias_strides(bias: Tensor | None) -> tuple[int, int]:
+    if bias is None:
+        return 0, 0
+    return (bias.stride(0) if bias.shape[0] > 1 else 0), (bias.stride(1) if bias.shape[1] > 1 else 0)
+
+
+def _constants(q: Tensor, k: Tensor, q_offsets: Tensor | None, left: int, right: int) -> dict[str, object]:
+    return {
+        "HEADS": q.shape[1],
+        "GROUP": q.shape[1] // k.shape[1],
+        "D": q.shape[2],
+        "DP": padded_dim(q.shape[2]),
+        "SHARED": q_offsets is None,
+        "LEFT": left >= 0,
+        "RIGHT": right >= 0,
+        "PRECISION": "ieee",
+    }
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor,
+    bias: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor]:
+    """O [Tq, H, D] and LSE [Tq, H]; see `jagged_attention`."""
+    q, k, v = rows_of(q), rows_of(k), rows_of(v)
+    bias = None if bias is None else bias.contiguous()
+    batch, heads, dim = k_offsets.shape[0] - 1, q.shape[1], q.shape[2]
+    rows = q.shape[0] if q_offsets is not None else batch * max_q
+    out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    t = tile("forward", q.dtype, padded_dim(dim))
+    tiles = triton.cdiv(max_q, t.bm)
+    launch(
+        _forward_kernel, tiles * heads * batch, q.device, t,
+        q, k, v, bias, out, lse, q_offsets, k_offsets, scale,
+        *_strides(q, k, v), *_bias_strides(bias), max_q, max_k, tiles, left, right,
+        **_constants(q, k, q_offsets, left, right), BM=t.bm, BN=t.bn, BIAS=bias is not None,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor,
+    bias: Tensor | None,
+    bias_grad: bool,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dQ, dK, dV and dBias (empty unless `bias_grad`)."""
+    dout, q, k, v = rows_of(dout), rows_of(q), rows_of(k), rows_of(v)
+    out, lse = out.contiguous(), lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    batch, heads, kv_heads, dim = k_offsets.shape[0] - 1, q.shape[1], k.shape[1], q.shape[2]
+    shared = q_offsets is None
+    constants = _constants(q, k, q_offsets, left, right)
+    strides = (*_strides(dout, q, k, v), *_bias_strides(bias))
+    dq = torch.empty(out.shape, dtype=torch.float32 if shared else q.dtype, device=q.device)
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    delta = torch.empty_like(lse)
+
+    t = tile("dq", q.dtype, padded_dim(dim))
+    tiles = triton.cdiv(max_q, t.bm)
+    launch(
+        _dq_kernel, tiles * heads * batch, q.device, t,
+        dout, q, k, v, bias, out, lse, dlse, delta, dq, q_offsets, k_offsets, scale,
+        *strides, max_q, max_k, tiles, left, right,
+        **constants, BM=t.bm, BN=t.bn, BIAS=bias is not None, DLSE=dlse is not None,
+    )  # fmt: skip
+
+    t = tile("dkv", q.dtype, padded_dim(dim))
+    tiles = triton.cdiv(max_k, t.bn)
+    launch(
+        _dkv_kernel, tiles * kv_heads * batch, q.device, t,
+        dout, q, k, v, bias, lse, delta, dk, dv, q_offsets, k_offsets, scale,
+        *strides, max_q, max_k, tiles, left, right,
+        **constants, BM=t.bm, BN=t.bn, BIAS=bias is not None,
+    )  # fmt: skip
+
+    dbias = torch.empty(0, dtype=q.dtype, device=q.device)
+    if bias_grad:
+        assert bias is not None
+        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
+        t = tile("dbias", q.dtype, padded_dim(dim))
+        tiles = triton.cdiv(max_q, t.bm) * triton.cdiv(max_k, t.bn)
+        all_batch, all_heads = bias.shape[0] == 1, bias.shape[1] == 1
+        launch(
+            _dbias_kernel, tiles * bias.shape[0] * bias.shape[1], q.device, t,
+            dout, q, k, v, bias, lse, delta, dbias, q_offsets, k_offsets, scale,
+            *strides, batch, max_q, max_k, tiles, left, right,
+            **constants, BM=t.bm, BN=t.bn, ALL_BATCH=all_batch, ALL_HEADS=all_heads,
+        )  # fmt: skip
+    if shared:
+        dq = dq.view(batch, *q.shape).sum(0).to(q.dtype)
+    return dq, dk, dv, dbias
+
+
+def compile_cases() -> list[CompileCase]:
+    """The kernels at the head dimensions that matter, plain and with everything that adds code."""
+    cases = []
+    kernels = {"forward": _forward_kernel, "dq": _dq_kernel, "dkv": _dkv_kernel, "dbias": _dbias_kernel}
+    problems = [
+        ("bf16", torch.bfloat16, 64, False),
+        ("bf16", torch.bfloat16, 128, False),
+        ("bf16", torch.bfloat16, 128, True),
+        ("bf16", torch.bfloat16, 256, False),
+        ("fp32", torch.float32, 64, True),
+    ]
+    for phase, kernel in kernels.items():
+        for name, dtype, dim, everything in problems:
+            if phase == "dbias" and not everything:
+                continue
+            t = tile(phase, dtype, dim)
+            constants: dict[str, object] = {
+                "HEADS": 4, "GROUP": 1, "D": dim, "DP": dim, "BM": t.bm, "BN": t.bn, "SHARED": False, "PRECISION": "ieee",
+                "LEFT": everything, "RIGHT": everything,
+            }  # fmt: skip
+            extra = {"BIAS": everything, "DLSE": False, "ALL_BATCH": False, "ALL_HEADS": False}
+            constants |= {key: value for key, value in extra.items() if key in kernel.arg_names}
+            types, divisible = signature(kernel, name, constants)
+            label = f"jagged_attention {phase} {name} d{dim}{' window bias' if everything else ''}"
+            cases.append(
+                CompileCase(name=label, kernel=kernel, signature=types, constants=constants, tile=t, divisible=divisible)
+            )
+    return cases

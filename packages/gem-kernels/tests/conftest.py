@@ -1,0 +1,14 @@
+"""Where there is no GPU, the Triton kernels are tested in Triton's interpreter, which must be chosen before Triton decorates a kernel."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
