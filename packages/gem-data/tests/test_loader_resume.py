@@ -164,6 +164,7 @@ def test_a_state_of_other_data_or_settings_is_refused(small_log):
         ),
         (lambda log: Loader(log, range(50), config()).batch(0, 4), "step 4 is outside an epoch of 4 steps"),
         (lambda log: config(batch_size=0), "batch_size must be 1 or more, not 0"),
+        (lambda log: config(seed=2**64), "seed must be under"),
         (lambda log: config(prefetch=-1), "prefetch must be 0 or more, not -1"),
     ],
 )

@@ -47,6 +47,8 @@ class LoaderConfig:
         for name, least in (("batch_size", 1), ("max_history", 0), ("seed", 0), ("prefetch", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
+        if self.seed >= 2**64:
+            raise ValueError(f"seed must be under 2^64, not {self.seed}")
 
 
 def permutation(n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
