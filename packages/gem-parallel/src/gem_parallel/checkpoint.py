@@ -19,7 +19,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ class Checkpointer:
 
         def write_tensors() -> None:
             writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, overwrite=True)
-            dcp.save(tensors, storage_writer=writer, process_group=runtime.control, no_dist=runtime.world == 1)
+            with _quiet():
+                dcp.save(tensors, storage_writer=writer, process_group=runtime.control, no_dist=runtime.world == 1)
 
         def write_values() -> list[tuple[str, int, str]]:
             if runtime.is_main:
@@ -186,10 +188,11 @@ class Checkpointer:
         def read() -> None:
             where: dict[str, Any] = {"process_group": runtime.control, "no_dist": runtime.world == 1}
             same = {name: tensor for name, tensor in tensors.items() if name not in resized}
-            dcp.load(same, storage_reader=reader, **where)
-            if resized:
-                other = {name: tensors[name] for name in resized}
-                dcp.load(other, storage_reader=dcp.FileSystemReader(path), planner=CommonRows(), **where)
+            other = {name: tensors[name] for name in resized}
+            with _quiet():
+                dcp.load(same, storage_reader=reader, **where)
+                if resized:
+                    dcp.load(other, storage_reader=dcp.FileSystemReader(path), planner=CommonRows(), **where)
 
         self._together(f"read the tensors of step {step}", None, read)
 
@@ -280,7 +283,7 @@ class Checkpointer:
         self, reader: dcp.FileSystemReader, tensors: dict[str, Any], state: dict[str, Any], resize: bool
     ) -> list[str]:
         """Names of the tables to be resized; anything else that does not fit is an error."""
-        resized = []
+        resized, unfit = [], []
         saved = reader.read_metadata().state_dict_metadata
         missing = sorted(tensors.keys() - saved.keys())
         if missing:
@@ -290,12 +293,15 @@ class Checkpointer:
             if have == want:
                 continue
             if not (resize and is_table(tensor) and have[1:] == want[1:] and have and want):
-                raise CheckpointError(f"{reader.path}: tensor {name} has shape {have}, expected {want}")
+                unfit.append(f"tensor {name} has shape {have}, expected {want}")
+                continue
             resized.append(name)
             self._warn(
                 f"{name} has {have[0]} rows in the checkpoint and {want[0]} now; "
                 f"the first {min(have[0], want[0])} are loaded"
             )
+        if unfit:
+            raise CheckpointError(f"{reader.path}: {'; '.join(unfit)}")
         asked = {str(key) for key in state}
         extra = sorted(name for name in saved.keys() - tensors.keys() if name.split("/", 1)[0] in asked)
         if extra:
@@ -334,6 +340,15 @@ def _publish(partial: Path, final: Path) -> None:
         os.rename(partial, final)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remarks on a world of one and on ShardedTensor, which TorchRec's tables are."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        warnings.filterwarnings("ignore", message=".*ShardedTensor", category=FutureWarning)
+        yield
+
+
 def _reason(error: BaseException) -> str:
     """One line; a full disk is said in plain words wherever in the chain it hides."""
     chain: list[BaseException] = [error]
@@ -346,4 +361,6 @@ def _reason(error: BaseException) -> str:
                 return f"the disk is full ({cause.strerror or 'ENOSPC'})"
             cause = cause.__cause__ or cause.__context__
     inner = chain[-1]
+    if isinstance(inner, CheckpointError):
+        return str(inner)
     return f"{type(inner).__name__}: {str(inner).strip().splitlines()[0] if str(inner).strip() else ''}"

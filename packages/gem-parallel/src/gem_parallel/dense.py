@@ -71,12 +71,13 @@ def shard_dense(
     # A child's name is longer than its parent's: children first, as FSDP2 needs.
     order = sorted(set(units), key=lambda name: (-name.count("."), name))
     for name in order:
-        fully_shard(_unit(root, name), mesh=axes, mp_policy=unit_policy, ignored_params=ignored)
+        fully_shard(find_unit(root, name), mesh=axes, mp_policy=unit_policy, ignored_params=ignored)
     fully_shard(root, mesh=axes, mp_policy=policy, ignored_params=ignored)
     return order
 
 
-def _unit(root: nn.Module, name: str) -> nn.Module:
+def find_unit(root: nn.Module, name: str) -> nn.Module:
+    """The module called `name`, if it can be a unit."""
     try:
         module = root.get_submodule(name)
     except AttributeError:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad
-from gem_parallel.dense import place_dense, reshard, shard_dense
+from gem_parallel.dense import find_unit, place_dense, reshard, shard_dense
 from gem_parallel.mesh import make_mesh
 from gem_parallel.runtime import Runtime
 from gem_parallel.sparse import (
@@ -183,6 +183,8 @@ def parallelize(
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     table_modules = find_tables(model)
     _check_roles(model, roles, table_modules)
+    for unit in units:
+        find_unit(model, unit)
     sharded = runtime.world > 1 or precision == "bf16"
     mesh = make_mesh(runtime, config) if sharded else None
     plan = plan_tables(model, config, runtime, topology)

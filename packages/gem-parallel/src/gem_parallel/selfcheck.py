@@ -23,7 +23,11 @@ from gem_parallel.testing import UNITS, PlainModel, SmallModel, full_state, rela
 def compare(
     runtime: Runtime, config: ParallelConfig, *, steps: int = 10, samples: int = 16, lr: float = 0.05
 ) -> tuple[dict[str, float], ParallelModel]:
-    """Train both for `steps` steps; the largest relative error of each kind of number, and the sharded model."""
+    """Train both for `steps` steps on global batches of `samples`.
+
+    Returns:
+        the largest relative error of each kind of number, and the sharded model.
+    """
     sparse = RowWiseAdagrad(lr=lr, eps=1e-4)
     model = SmallModel()
     twin = SmallModel()
@@ -41,7 +45,7 @@ def compare(
         rate = lr / (1 + step)  # a schedule, so that a rate that is not handed on shows
         parallel.set_sparse_lr(rate)
         plain.lr = rate
-        batch = small_batch(step, samples * runtime.world)
+        batch = small_batch(step, samples)
         mine, whole = batch.part(runtime.rank, runtime.world).to(runtime.device), batch.to(runtime.device)
         loss = (parallel(mine) - mine.target).square().mean()
         loss.backward()
@@ -95,7 +99,7 @@ def main() -> int:
         for sharding in ("auto", "table_wise", "row_wise"):
             for group in groups:
                 config = ParallelConfig(shard_group=group, table_sharding=sharding)
-                error, _ = compare(runtime, config, steps=args.steps)
+                error, _ = compare(runtime, config, steps=args.steps, samples=16 * runtime.world)
                 worst = max(error.values())
                 good &= worst <= args.tolerance
                 if runtime.is_main:
