@@ -1,0 +1,192 @@
+"""Where all packages meet: data -> model -> lowprec.convert -> parallel.parallelize -> trainer. Read this first.
+
+gem_data      the events, their split and the batches
+gem_model     the model, shaped by the configuration and by what the data offers
+gem_lowprec   replaces linear layers by low-precision ones, by name
+gem_parallel  spreads the tables and the dense parameters over the ranks
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+from gem_data import Schema, SourceUnavailable
+from gem_lowprec import Conversion, Recipe, convert, get_recipe
+from gem_model import GEM, ModelInputs, Source, Table
+from gem_model.roles import roles
+from gem_parallel import ParallelModel, RowWiseAdagrad, Runtime, parallelize
+from torch import nn
+
+from gem_train import data as data_source
+from gem_train.config import InputsConfig, OptimConfig, RunConfig
+from gem_train.config.tree import suggest
+from gem_train.data import Data
+from gem_train.errors import UserError, user_errors
+from gem_train.events import Events
+from gem_train.metrics import peak_flops
+from gem_train.progress import Progress
+from gem_train.run_dir import RunDir
+from gem_train.trainer import Parts, Trainer
+
+
+def assemble(
+    config: RunConfig, runtime: Runtime, run: RunDir, *, events: Events, progress: Progress
+) -> tuple[Data, Trainer]:
+    """Put the whole system together for one run.
+
+    Raises UserError for every setting that one of the packages refuses.
+    """
+    with user_errors("data"):
+        try:
+            data = data_source.open_data(config.data, runtime)
+        except SourceUnavailable as error:
+            raise UserError(str(error)) from error
+        train = data_source.loader(data, "train", config.data, runtime, seed=config.train.seed)
+        validation = data_source.loader(data, "validation", config.data, runtime)
+        test = data_source.loader(data, "test", config.data, runtime)
+
+    with user_errors("model"):
+        torch.manual_seed(config.train.seed)
+        inputs = model_inputs(data.schema, config.inputs, max_history=config.data.max_history)
+        gem = GEM(config.model, inputs)
+        gem.init_bias(data_source.base_rates(data))
+        if inputs.dense and config.inputs.standardize:
+            gem.init_dense(*data_source.dense_statistics(data))
+
+    with user_errors("lowprec"):
+        conversion = convert(gem, _recipe(config), seed=config.train.seed * 65_537 + runtime.rank)
+        _warn_if_nothing(conversion)
+
+    with user_errors("parallel"):
+        layout = dataclasses.replace(
+            config.parallel,
+            batch_size=train.local_batch_size,  # what the planner reckons with; not the user's to know
+            table_seed=config.parallel.table_seed + config.train.seed,  # another run seed draws other tables, too
+        )
+        adagrad = RowWiseAdagrad(lr=config.optim.sparse_lr, eps=config.optim.sparse_eps)
+        model = parallelize(gem, roles(gem), layout, runtime, sparse=adagrad, units=gem.units())
+
+    precision = resolve_precision(config.train.precision, runtime.device)
+    trainer = Trainer(
+        Parts(
+            config=config,
+            runtime=runtime,
+            run=run,
+            inputs=inputs,
+            model=model,
+            model_config=config.model,
+            conversion=conversion,
+            optimizer=adamw(model, config.optim, runtime.device),
+            train=train,
+            validation=validation,
+            test=test,
+            precision=precision,
+            peak=peak_flops(_card(runtime.device), _peak_dtype(precision)),
+            events=events,
+            progress=progress,
+        )
+    )
+    return data, trainer
+
+
+def model_inputs(schema: Schema, config: InputsConfig, *, max_history: int) -> ModelInputs:
+    """What a batch of `schema` offers the model: one table per id column, shared by the history and the candidate.
+
+    Raises ValueError for an excluded name that is no column, or one that cannot be left out.
+    """
+    known = [c.name for c in schema.columns]
+    for name in config.exclude:
+        if name not in known:
+            raise ValueError(
+                f"exclude names {name!r}, which is no column{suggest(name, known)}; there are {', '.join(known)}"
+            )
+        if name in schema.dense_columns:
+            raise ValueError(f"exclude names {name!r}, a dense feature of the candidate: those come as one block")
+    ids = tuple(name for name in schema.sequence_ids if name not in config.exclude)
+    floats = tuple((name, size) for name, size in schema.sequence_floats.items() if name not in config.exclude)
+    sparse = tuple(name for name in schema.sparse if name not in config.exclude)
+    source = Source(name=schema.source, ids=tuple((n, n) for n in ids), floats=floats, max_len=max_history)
+    used = {*ids, *sparse}
+    return ModelInputs(
+        tables=tuple(Table(name=n, rows=rows, dim=config.table_dim) for n, rows in schema.tables.items() if n in used),
+        sources=(source,) if max_history else (),
+        sparse=tuple((n, n) for n in sparse),
+        dense=schema.dense_width,
+        tasks=schema.task_names,
+    )
+
+
+def adamw(model: ParallelModel, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW over the dense parameters; matrices are decayed, vectors (norms, biases, marks) are not."""
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for parameter in model.dense_parameters():
+        (matrices if parameter.dim() > 1 else vectors).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=device.type == "cuda",
+    )
+
+
+def resolve_precision(asked: str, device: torch.device) -> str:
+    """ "auto" is bf16 on CUDA and fp32 on a CPU, where bf16 has no fast units on most machines."""
+    if asked == "auto":
+        return "bf16" if device.type == "cuda" else "fp32"
+    return asked
+
+
+def describe(trainer: Trainer) -> dict[str, Any]:
+    """The model as it was assembled, for model.json: inputs, parameters, precisions, sharding."""
+    parts = trainer.parts
+    shards = [str(shard) for shard in parts.model.describe()]
+    dense = sum(p.numel() for p in parts.model.dense_parameters())
+    table = sum(t.rows * t.dim for t in parts.inputs.tables)
+    return {
+        "inputs": dataclasses.asdict(parts.inputs),
+        "parameters": {"dense": dense, "tables": table},
+        "precision": parts.precision,
+        "linear_layers": [dataclasses.asdict(row) for row in parts.conversion.rows],
+        "sharding": shards,
+        "world": parts.runtime.world,
+        "device": str(parts.runtime.device),
+        "mfu": parts.peak.note,
+    }
+
+
+def _recipe(config: RunConfig) -> Recipe:
+    recipe = get_recipe(config.lowprec.recipe)
+    changes: dict[str, Any] = {}
+    if config.lowprec.keep is not None:
+        changes["keep"] = config.lowprec.keep
+    if config.lowprec.min_size is not None:
+        changes["min_size"] = config.lowprec.min_size
+    return dataclasses.replace(recipe, **changes)
+
+
+def _card(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def _peak_dtype(precision: str) -> str:
+    """The dtype of the matrix products; low-precision layers are measured against bf16, and the note says so."""
+    if precision == "bf16":
+        return "bf16"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+
+
+def _warn_if_nothing(conversion: Conversion) -> None:
+    """Say so when a low-precision recipe changed nothing: the run should not be taken for what it is not."""
+    asked = conversion.recipe.name not in ("none", "bf16")
+    if asked and not any(row.converted for row in conversion.rows):
+        reasons = "; ".join(dict.fromkeys(row.why for row in conversion.rows))
+        warnings.warn(f"the recipe {conversion.recipe.name!r} converted no layer: {reasons}", stacklevel=3)

@@ -1,0 +1,36 @@
+"""The command line. This module imports nothing heavy: `gem-train --help` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from gem_train.cli.parser import parser
+from gem_train.errors import Interrupted, NonFiniteError, UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 2 the user's to mend, 3 NaN or infinity, 1 anything else."""
+    arguments = parser().parse_args(argv)
+    if arguments.verb is None:
+        parser().print_help()
+        return 2
+    from gem_train.cli import commands
+
+    try:
+        code: int = getattr(commands, arguments.verb)(arguments)
+        return code
+    except (UserError, NonFiniteError, Interrupted) as error:
+        if arguments.debug and not isinstance(error, Interrupted):
+            raise
+        if os.environ.get("RANK", "0") == "0":  # the others would only repeat it
+            kind = "" if isinstance(error, Interrupted) else "error: "
+            print(f"gem-train: {kind}{error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `gem-train show x | head`
+        sys.stderr.close()
+        return 0
+
+
+__all__ = ["main"]

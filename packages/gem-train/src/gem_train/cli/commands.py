@@ -1,0 +1,101 @@
+"""What each command does. Heavy imports happen inside: `show` and `recipes` need no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gem_train import recipes as registry
+from gem_train.config import RunConfig, from_toml, override, to_toml
+from gem_train.errors import UserError
+
+if TYPE_CHECKING:
+    from gem_train.run import Outcome
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, test and report."""
+    if arguments.resume and not arguments.out:
+        raise UserError("--resume needs the run folder to go on with: --out DIR")
+    from gem_train.run_dir import RunDir
+
+    if arguments.resume and not (arguments.recipe or arguments.config):
+        config = override(RunDir.open(arguments.out).read_config(), arguments.set)
+    else:
+        config = _config(arguments)
+    if arguments.out and os.environ.get("RANK", "0") == "0":  # before torch takes its seconds to load
+        RunDir(arguments.out).check(config, resume=arguments.resume)
+    from gem_train.run import execute
+
+    _finish(execute(config, arguments.out, resume=arguments.resume))
+    return 0
+
+
+def eval(arguments: argparse.Namespace) -> int:
+    """Test a run again."""
+    from gem_train.run_dir import RunDir
+
+    folder = RunDir.open(arguments.run)
+    from gem_train.run import reevaluate
+
+    _finish(reevaluate(folder))
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Make report.html again."""
+    from gem_train.report import write_report
+    from gem_train.run_dir import RunDir
+
+    print(write_report(RunDir.open(arguments.run)))
+    return 0
+
+
+def recipes(arguments: argparse.Namespace) -> int:
+    """List the recipes."""
+    names = registry.names()
+    width = max((len(name) for name in names), default=0)
+    for name in names:
+        print(f"{name:<{width}}  {registry.summary(name)}")
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print the resolved configuration."""
+    print(to_toml(_config(arguments)), end="")
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Examine the installation; 1 if something does not fit."""
+    from gem_train.doctor import examine, render
+
+    findings = examine()
+    print(render(findings, as_json=arguments.json))
+    return 0 if findings["healthy"] else 1
+
+
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    """The recipe or file that was named, with the overrides applied."""
+    if bool(arguments.recipe) == bool(arguments.config):
+        raise UserError("name either a RECIPE (see `gem-train recipes`) or a --config FILE")
+    base = from_toml(RunConfig, Path(arguments.config)) if arguments.config else registry.load(arguments.recipe)
+    return override(base, arguments.set)
+
+
+def _finish(outcome: Outcome) -> None:
+    """Print the table and write the report, on the rank that has the results."""
+    if outcome.results is None:
+        return
+    from rich.console import Console
+
+    from gem_train.report import write_report
+    from gem_train.table import results_table
+
+    console = Console()
+    console.print(results_table(outcome.results))
+    for note in outcome.results["notes"]:
+        console.print(f"note: {note}", style="bold yellow", markup=False, soft_wrap=True)
+    console.print(f"report: {write_report(outcome.run)}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,202 @@
+"""From the `data` section of a configuration to an opened event log and its split, built once and kept in a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gem_data.build
+import gem_data.counters
+import numpy as np
+import pyarrow as pa
+import torch
+from gem_data import (
+    Collator,
+    EventLog,
+    JaggedBatch,
+    Loader,
+    LoaderConfig,
+    Schema,
+    SourceUnavailable,
+    Split,
+    build_log,
+    time_split,
+)
+from gem_data.sources import movielens, synthetic
+from gem_parallel import Runtime
+from numpy.typing import NDArray
+
+from gem_train.config import DataConfig
+
+CHUNK = 8192  # rows read at a time where the whole training split is passed over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """An opened log with its split. `source` is what was used, `notes` what the reader of the results must know."""
+
+    log: EventLog
+    split: Split
+    source: str
+    notes: tuple[str, ...]
+
+    @property
+    def schema(self) -> Schema:
+        """The log's schema."""
+        return self.log.schema
+
+    def manifest(self) -> dict[str, Any]:
+        """Which data this is, for data.json: equal manifests mean equal samples in an equal split."""
+        return {
+            "source": self.source,
+            "notes": list(self.notes),
+            "rows": len(self.log),
+            "digest": self.log.digest,
+            "fingerprint": self.schema.fingerprint(),
+            "split": {name: len(getattr(self.split, name)) for name in ("train", "validation", "test")},
+            "schema": self.schema.to_dict(),
+        }
+
+    def optimal_ne(self, rows: NDArray[np.int64]) -> dict[str, float] | None:
+        """The NE of the true probabilities by task, where the source knows them."""
+        return synthetic.optimal_ne(self.log, rows) if self.source == "synthetic" else None
+
+
+def open_data(config: DataConfig, runtime: Runtime) -> Data:
+    """The configured source as a log; every rank ends with the same one.
+
+    Where MovieLens can't be had and `config.fallback` is set, the synthetic source takes its place: with a warning, and
+    a note that goes into the run folder and the report.
+
+    Raises ValueError, OSError or SourceUnavailable, the same on every rank.
+    """
+    if config.source == "log":
+        assert config.path is not None
+        return _opened(Path(config.path), config, "log", ())
+    notes: tuple[str, ...] = ()
+    source: str = config.source
+    folder, missing = _together(runtime, source, lambda: build(config, source))
+    if folder is None and config.fallback:
+        notes = (f"SYNTHETIC DATA instead of {source}, which could not be had: {missing}",)
+        if runtime.is_main:
+            warnings.warn(notes[0], stacklevel=2)
+        source = "synthetic"
+        folder, missing = _together(runtime, source, lambda: build(config, source))
+    if folder is None:
+        raise SourceUnavailable(missing)
+    return _opened(folder, config, source, notes)
+
+
+def build(config: DataConfig, source: str) -> Path:
+    """The folder of the source's log in the cache; built if it is not there yet.
+
+    The folder's name depends on the source's configuration and on the code that makes and builds the events, so that
+    a log which other code would build otherwise is never mistaken for this one.
+    """
+    module, options = (movielens, {}) if source == "movielens" else (synthetic, dataclasses.asdict(config.synthetic))
+    key = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
+    for code in (module, gem_data.build, gem_data.counters):
+        key.update(Path(str(code.__file__)).read_bytes())
+    folder = cache_folder(config) / f"{source}-{key.hexdigest()[:16]}"
+    if not folder.exists():
+        table, schema = _load(config, source)
+        try:
+            build_log(table, schema, folder)
+        except FileExistsError:  # another process was faster
+            if not folder.exists():
+                raise
+    return folder
+
+
+def cache_folder(config: DataConfig) -> Path:
+    """Where built logs are kept."""
+    if config.cache is not None:
+        return Path(config.cache)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gem-train"
+
+
+def loader(data: Data, part: str, config: DataConfig, runtime: Runtime, *, seed: int = 0) -> Loader:
+    """Batches of a part of the split ("train", "validation", "test"): shuffled for training, padded for evaluation."""
+    training = part == "train"
+    options = LoaderConfig(
+        batch_size=config.batch_size if training else config.eval_batch_size,
+        max_history=config.max_history,
+        seed=seed,
+        shuffle=training,
+        drop_last=training,
+        prefetch=config.prefetch,
+        pin_memory=runtime.device.type == "cuda",
+    )
+    return Loader(data.log, getattr(data.split, part), options, rank=runtime.rank, world=runtime.world)
+
+
+def without_history(data: Data, rows: NDArray[np.int64]) -> Iterator[JaggedBatch]:
+    """Batches of `rows` in order, with empty histories: enough for statistics and for the baselines."""
+    collate = Collator(data.log, max_history=0)
+    for start in range(0, len(rows), CHUNK):
+        yield collate(rows[start : start + CHUNK])
+
+
+def dense_statistics(data: Data) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation [F] float32 of the dense features over the training split, accumulated in float64."""
+    count, total, squares = 0, 0.0, 0.0
+    pivot: NDArray[np.float64] | None = None  # near the mean, so that the squares do not cancel
+    for batch in without_history(data, data.split.train):
+        x = batch.dense.numpy().astype(np.float64)
+        pivot = x.mean(axis=0) if pivot is None else pivot
+        count += len(x)
+        total = total + (x - pivot).sum(axis=0)
+        squares = squares + ((x - pivot) ** 2).sum(axis=0)
+    shift = np.asarray(total) / count
+    variance = np.maximum(np.asarray(squares) / count - shift**2, 0.0)
+    assert pivot is not None
+    return torch.from_numpy(pivot + shift).float(), torch.from_numpy(np.sqrt(variance)).float()
+
+
+def base_rates(data: Data) -> list[float]:
+    """The mean label of each task over the training split. Raises ValueError for a task with one class or no label."""
+    labels, mask = data.log.labels(data.split.train)
+    seen, positive = mask.sum(axis=0), (labels * mask).sum(axis=0, dtype=np.float64)
+    for name, n, p in zip(data.schema.task_names, seen, positive, strict=True):
+        if not 0 < p < n:
+            raise ValueError(
+                f"task {name!r} has {int(p)} positives among {int(n)} training labels; both classes are needed"
+            )
+    return [float(r) for r in positive / seen]
+
+
+def _load(config: DataConfig, source: str) -> tuple[pa.Table, Schema]:
+    if source == "movielens":
+        return movielens.load(movielens.fetch(config.cache))
+    return synthetic.load(config.synthetic)
+
+
+def _opened(folder: Path, config: DataConfig, source: str, notes: tuple[str, ...]) -> Data:
+    log = EventLog.open(folder)
+    return Data(log=log, split=time_split(log, config.fractions), source=source, notes=notes)
+
+
+def _together(runtime: Runtime, source: str, work: Callable[[], Path]) -> tuple[Path | None, str]:
+    """Let one rank of each host do the work; (folder, "") or (None, why the source is not available) on every rank."""
+    result: tuple[Path | None, str] = (None, "")
+    error: Exception | None = None
+    if runtime.local_rank == 0:
+        try:
+            result = (work(), "")
+        except SourceUnavailable as reason:
+            result = (None, str(reason))
+        except (ValueError, TypeError, OSError) as reason:
+            error = reason
+    outcomes = runtime.gather((result, error), f"the {source} log")
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    done = [r for r, _ in outcomes if r != (None, "")]
+    return next((r for r in done if r[0] is None), done[0])

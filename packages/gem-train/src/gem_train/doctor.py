@@ -1,0 +1,143 @@
+"""What is installed, whether it fits together, and what would run where: `gem-train doctor`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+from typing import Any
+
+from gem_train import recipes
+from gem_train.run_dir import LIBRARIES, PACKAGES, version
+
+# torch pins triton; fbgemm 1.X is built for torch 2.(X + 5).
+TRITON_OF_TORCH = {(2, 11): (3, 6), (2, 13): (3, 7), (2, 14): (3, 8)}
+FBGEMM_BEHIND_TORCH = 5
+
+
+def examine() -> dict[str, Any]:
+    """Versions, verdicts, devices and kernels; `healthy` is False if a verdict is bad."""
+    versions = {name: version(name) for name in (*PACKAGES, *LIBRARIES)}
+    verdicts = [*_imports(), *match(versions)]
+    findings: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "verdicts": verdicts,
+        "recipes": recipes.names(),
+    }
+    importable = all(v["good"] for v in verdicts if v["what"] in ("torch", "gem_kernels"))
+    findings["devices"] = _devices() if importable else []
+    findings["kernels"] = _kernels() if importable else []
+    findings["healthy"] = all(v["good"] for v in verdicts)
+    return findings
+
+
+def match(versions: dict[str, str | None]) -> list[dict[str, Any]]:
+    """Whether torch, triton and fbgemm were made for each other: {"what", "good", "says"} each.
+
+    A pair that the table does not know is no fault; it says that nobody tried it.
+    """
+    torch, triton = _numbers(versions["torch"]), _numbers(versions["triton"])
+    fbgemm_version = versions["fbgemm-gpu-cpu"] or versions["fbgemm-gpu"]
+    fbgemm = _numbers(fbgemm_version)
+    if torch is None:
+        return [_verdict("torch/triton/fbgemm", False, "torch is not installed")]
+    verdicts = []
+    if triton is None:
+        verdicts.append(_verdict("torch/triton", False, "triton is not installed: the reference kernels alone can run"))
+    else:
+        wanted = TRITON_OF_TORCH.get(torch)
+        names = f"torch {versions['torch']} with triton {versions['triton']}"
+        if wanted is None:
+            verdicts.append(_verdict("torch/triton", True, f"{names}: this pair was never tried"))
+        else:
+            says = f"{names}: " + ("they match" if triton == wanted else f"expected triton {_dotted(wanted)}")
+            verdicts.append(_verdict("torch/triton", triton == wanted, says))
+    if fbgemm is None:
+        verdicts.append(
+            _verdict("torch/fbgemm", False, "fbgemm is not installed: there are no embedding tables without it")
+        )
+    else:
+        expected = (1, torch[1] - FBGEMM_BEHIND_TORCH)
+        good = torch[0] == 2 and fbgemm == expected
+        says = f"torch {versions['torch']} with fbgemm {fbgemm_version}: "
+        verdicts.append(
+            _verdict("torch/fbgemm", good, says + ("they match" if good else f"expected fbgemm {_dotted(expected)}"))
+        )
+    return verdicts
+
+
+def render(findings: dict[str, Any], *, as_json: bool = False) -> str:
+    """The findings for a person, or as JSON."""
+    if as_json:
+        return json.dumps(findings, indent=2)
+    lines = [f"Python {findings['python']} on {findings['platform']}", "", "Versions"]
+    lines += [f"  {name:<16} {v or 'not installed'}" for name, v in findings["versions"].items()]
+    lines += ["", "Verdicts"]
+    lines += [f"  {'ok ' if v['good'] else 'BAD'} {v['says']}" for v in findings["verdicts"]]
+    lines += ["", "Devices"] + [f"  {device}" for device in findings["devices"] or ["unknown: torch can't be imported"]]
+    lines += ["", "Kernels (which backend runs, and what was considered)"]
+    lines += [f"  {k['operator']:<18} {k['device']:<5} {k['backend']:<10} {k['why']}" for k in findings["kernels"]]
+    lines += ["", f"Recipes: {', '.join(findings['recipes']) or 'none; reinstall gem-train'}"]
+    lines += ["", "All is well." if findings["healthy"] else "Something does not fit; see the lines marked BAD."]
+    return "\n".join(lines)
+
+
+def _imports() -> list[dict[str, Any]]:
+    """A mismatched build shows when it is imported, with undefined symbols."""
+    verdicts = []
+    for name in ("torch", "triton", "torchrec", "gem_kernels", "gem_lowprec", "gem_data", "gem_parallel", "gem_model"):
+        try:
+            importlib.import_module(name)
+            verdicts.append(_verdict(name, True, f"{name} can be imported"))
+        except Exception as error:  # an extension with a foreign ABI may raise anything
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            verdicts.append(_verdict(name, False, f"{name} can't be imported: {reason}"))
+    return verdicts
+
+
+def _devices() -> list[str]:
+    import torch
+
+    names = [f"cpu: {torch.get_num_threads()} threads"]
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        names.append(f"cuda:{i}: {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}")
+    return names
+
+
+def _kernels() -> list[dict[str, str]]:
+    """dispatch.why for each operator on each kind of device there is."""
+    import warnings
+
+    import torch
+    from gem_kernels import dispatch
+
+    rows = []
+    kinds = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
+    for operator in dispatch.OPERATORS:
+        for kind, dtype in kinds:
+            q = torch.empty(1, 1, 64, device=kind, dtype=dtype)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a fallback is in the reasons
+                choice = dispatch.why(operator, q)
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.reasons.items())
+            rows.append({"operator": operator, "device": kind, "backend": choice.backend, "why": reasons})
+    return rows
+
+
+def _verdict(what: str, good: bool, says: str) -> dict[str, Any]:
+    return {"what": what, "good": good, "says": says}
+
+
+def _numbers(text: str | None) -> tuple[int, int] | None:
+    """The first two numbers of a version."""
+    if text is None:
+        return None
+    major, minor = text.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def _dotted(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))

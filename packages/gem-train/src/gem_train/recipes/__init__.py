@@ -1,0 +1,54 @@
+"""Recipes: functions that return a RunConfig, found through the entry points of the group `gem_train.recipes`.
+
+Another distribution adds one without touching this package, in its pyproject.toml:
+
+    [project.entry-points."gem_train.recipes"]
+    ours = "our_package.recipes:ours"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+
+from gem_train.config import RunConfig
+from gem_train.config.tree import suggest
+from gem_train.errors import UserError
+
+GROUP = "gem_train.recipes"
+
+
+def names() -> list[str]:
+    """All registered recipes, sorted."""
+    return sorted(_registered())
+
+
+def load(name: str) -> RunConfig:
+    """The configuration of the recipe `name`. Raises UserError, with the closest name, where there is none."""
+    config = _function(name)()
+    if not isinstance(config, RunConfig):
+        raise UserError(f"the recipe {name!r} returned a {type(config).__name__}; expected a RunConfig")
+    return dataclasses.replace(config, recipe=name)
+
+
+def summary(name: str) -> str:
+    """The first line of the recipe's docstring."""
+    return (inspect.getdoc(_function(name)) or "").partition("\n")[0]
+
+
+def _function(name: str) -> Callable[[], RunConfig]:
+    registered = _registered()
+    if name not in registered:
+        known = ", ".join(sorted(registered)) or "none: reinstall gem-train, its entry points are missing"
+        raise UserError(f"unknown recipe {name!r}{suggest(name, registered)} (there are: {known})")
+    try:
+        function: Callable[[], RunConfig] = registered[name].load()
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"the recipe {name!r} ({registered[name].value}) cannot be loaded: {error}") from error
+    return function
+
+
+def _registered() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}

@@ -1,0 +1,189 @@
+"""One run from a configuration to its figures: the commands `run` and `eval`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gem_data import Schema
+from gem_model.baselines import ConstantRate, LogisticRegression
+from gem_parallel import Runtime, start
+
+from gem_train.assemble import assemble, describe
+from gem_train.config import RunConfig
+from gem_train.data import Data, without_history
+from gem_train.errors import UserError, user_errors
+from gem_train.evaluation import Predictions, calibration_curves, figures, slices
+from gem_train.events import Events, truncate
+from gem_train.progress import Progress
+from gem_train.run_dir import RunDir, new_path, read_json, write_json
+from gem_train.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Where the run lies and what eval.json says (None on the ranks other than 0)."""
+
+    run: RunDir
+    results: dict[str, Any] | None
+
+
+BASELINE_ROWS = 500_000  # the most recent training rows; the regression holds them all in memory
+
+
+def execute(config: RunConfig, out: str | Path | None = None, *, resume: bool = False) -> Outcome:
+    """Train, test and report `config` in the folder `out` (None: runs/<recipe>-<timestamp>).
+
+    Raises:
+        UserError: a setting, the data or the folder is not as it should be.
+        NonFiniteError: the loss or gradient became NaN or infinite.
+        Interrupted: SIGTERM or Ctrl-C; a checkpoint has been written.
+    """
+    with user_errors("start"):
+        runtime = start(config.train.device, config.train.timeout_s)
+    with runtime, _quiet(runtime):
+        # The clocks of two ranks may show different seconds: the folder is rank 0's.
+        run = RunDir(runtime.gather(out or new_path(config.recipe), "the run folder")[0])
+        _on_main(runtime, lambda: run.start(config, resume=resume))
+        events = Events(run.path if runtime.is_main else None)
+        with Progress(enabled=runtime.is_main) as progress, contextlib.closing(events):
+            data, trainer = assemble(config, runtime, run, events=events, progress=progress)
+            _on_main(runtime, lambda: _check_data(run, data, resume=resume))
+            if resume:
+                step = trainer.resume()
+                _on_main(runtime, lambda: truncate(run.metrics_file, step))
+                progress.note(f"resumed at step {step} of {trainer.total}")
+            if runtime.is_main:
+                write_json(run.model_file, describe(trainer))
+            events.message("start", step=trainer.position.step, total=trainer.total, world=runtime.world)
+            progress.note(_opening(trainer, data))
+            progress.start(trainer.position.step, trainer.total)
+            trainer.fit()
+            results = test(trainer, data)
+            events.message("finished", step=trainer.position.step)
+        return Outcome(run=run, results=results)
+
+
+def reevaluate(run: RunDir) -> Outcome:
+    """Test a finished or interrupted run again, from its folder alone."""
+    config = run.read_config()
+    with user_errors("start"):
+        runtime = start(config.train.device, config.train.timeout_s)
+    with runtime, _quiet(runtime), Progress(enabled=False) as progress:
+        data, trainer = assemble(config, runtime, run, events=Events(None), progress=progress)
+        _on_main(runtime, lambda: _check_data(run, data, resume=True))
+        trainer.resume()
+        return Outcome(run=run, results=test(trainer, data))
+
+
+def test(trainer: Trainer, data: Data) -> dict[str, Any] | None:
+    """Predict the test split once and write eval.json and predictions.parquet (rank 0)."""
+    parts, run = trainer.parts, trainer.parts.run
+    which = trainer.load_best()
+    with parts.events.span("test"):
+        predictions = trainer.predict(parts.test)
+    if predictions is None:
+        return None
+    tasks = parts.inputs.tasks
+    with parts.events.span("baselines"):
+        baselines, notes = baseline_figures(data, predictions)
+    results: dict[str, Any] = {
+        "split": "test",
+        "samples": len(predictions),
+        "step": trainer.position.step,
+        "weights": which,
+        "validation_ne": trainer.position.best_ne,
+        "source": data.source,
+        "notes": [*data.notes, *notes],
+        "model": figures(predictions, tasks),
+        "baselines": baselines,
+        "slices": slices(predictions, tasks),
+        "calibration_curve": calibration_curves(predictions, tasks),
+    }
+    optimal = data.optimal_ne(parts.test.rows)
+    if optimal is not None:
+        results["optimal"] = {
+            task: {"ne": ne, "excess": results["model"][task]["ne"] / ne - 1.0} for task, ne in optimal.items()
+        }
+    predictions.write(run.predictions_file, tasks)
+    write_json(run.eval_file, results)
+    return results
+
+
+def baseline_figures(data: Data, predictions: Predictions) -> tuple[dict[str, Any], list[str]]:
+    """What the base rate and a logistic regression on the dense features achieve on the same samples."""
+    rows = data.split.train[-BASELINE_ROWS:]
+    notes = []
+    if len(rows) < len(data.split.train):
+        notes.append(f"the baselines were fitted on the latest {len(rows)} of {len(data.split.train)} training rows")
+    fitted: dict[str, Any] = {"constant": ConstantRate().fit(without_history(data, rows))}
+    if data.schema.dense_width:
+        fitted["logistic"] = LogisticRegression().fit(without_history(data, rows))
+    else:
+        notes.append("no logistic regression: the data has no dense features")
+    results = {}
+    for name, baseline in fitted.items():
+        batches = without_history(data, predictions.sample_ids)
+        logits = [baseline(batch).double().numpy() for batch in batches]
+        said = dataclasses.replace(predictions, logits=np.concatenate(logits))
+        results[name] = figures(said, data.schema.task_names)
+    return results, notes
+
+
+def _opening(trainer: Trainer, data: Data) -> str:
+    parts = trainer.parts
+    described = describe(trainer)["parameters"]
+    split = data.manifest()["split"]
+    return (
+        f"{data.source}: {split['train']} training, {split['validation']} validation, {split['test']} test samples; "
+        f"{described['dense']:,} dense and {described['tables']:,} table parameters; {trainer.total} steps of "
+        f"{parts.config.data.batch_size} on {parts.runtime.world} x {parts.runtime.device.type}, {parts.precision}; "
+        f"run folder {parts.run.path}"
+    )
+
+
+def _check_data(run: RunDir, data: Data, *, resume: bool) -> None:
+    """Write data.json, or refuse to go on with other data than the run began with."""
+    manifest = data.manifest()
+    if resume and run.data_file.exists():
+        before = read_json(run.data_file)
+        if before["fingerprint"] != manifest["fingerprint"]:
+            lines = "; ".join(Schema.from_dict(before["schema"]).differences(data.schema))
+            raise UserError(f"cannot resume {run.path}: the data has another schema than the run began with: {lines}")
+        changed = [k for k in ("source", "rows", "digest", "split") if before[k] != manifest[k]]
+        if changed:
+            lines = "; ".join(f"{k} was {before[k]}, is {manifest[k]}" for k in changed)
+            raise UserError(f"cannot resume {run.path}: the data is not what the run began with: {lines}")
+    else:
+        write_json(run.data_file, manifest)
+
+
+def _on_main(runtime: Runtime, work: Callable[[], Any]) -> None:
+    """Do `work` on rank 0; its UserError is everyone's, so that no rank waits for one that has left."""
+    error: str | None = None
+    if runtime.is_main:
+        try:
+            work()
+        except (UserError, OSError) as problem:
+            error = str(problem)
+    error = runtime.gather(error, "rank 0's run folder")[0]
+    if error is not None:
+        raise UserError(error)
+
+
+@contextlib.contextmanager
+def _quiet(runtime: Runtime) -> Iterator[None]:
+    """Only rank 0 speaks of what is the same on all of them; what libraries say of their own affairs is left out."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        if not runtime.is_main:
+            warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,59 @@
+"""The table of figures: the model beside what it must beat, one line per task and predictor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+NAMES = {
+    "model": "GEM",
+    "constant": "constant (base rate)",
+    "optimal": "true probabilities",
+    "logistic": "logistic regression",
+}
+COLUMNS = (("ne", "NE"), ("auc", "AUC"), ("gauc", "GAUC"), ("calibration", "calibration"), ("log_loss", "log loss"))
+
+
+def rows(results: dict[str, Any]) -> list[tuple[str, str, dict[str, float | None]]]:
+    """(task, predictor, figures) lines of eval.json, the model first; on synthetic data the optimum last."""
+    lines: list[tuple[str, str, dict[str, float | None]]] = []
+    for task, figures in results["model"].items():
+        lines.append((task, NAMES["model"], figures))
+        lines += [(task, NAMES.get(name, name), by_task[task]) for name, by_task in results["baselines"].items()]
+        if task in results.get("optimal", {}):
+            best = results["optimal"][task]
+            lines.append((task, NAMES["optimal"], {"ne": best["ne"]}))
+    return lines
+
+
+def results_table(results: dict[str, Any]) -> Table:
+    """The figures of eval.json for the terminal."""
+    caption = above_the_best(results)
+    title = f"{results['split']}: {results['samples']} samples of {results['source']}, weights: {results['weights']}"
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("task")
+    table.add_column("predictor")
+    for _, heading in COLUMNS:
+        table.add_column(heading, justify="right")
+    before = None
+    for task, name, figures in rows(results):
+        if before not in (None, task):
+            table.add_section()
+        values = [cell(figures.get(key)) for key, _ in COLUMNS]
+        table.add_row(task if task != before else "", name, *values, style="bold" if name == NAMES["model"] else None)
+        before = task
+    return table
+
+
+def above_the_best(results: dict[str, Any]) -> str:
+    """How far the model is from the best possible NE, where that is known."""
+    return "\n".join(
+        f"{task}: the model's NE is {best['excess']:.2%} above the best possible"
+        for task, best in results.get("optimal", {}).items()
+    )
+
+
+def cell(value: float | None) -> str:
+    """Four decimals, or a dash for what does not exist."""
+    return "–" if value is None or value != value else f"{value:.4f}"
