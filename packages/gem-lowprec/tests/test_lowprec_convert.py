@@ -110,7 +110,7 @@ def test_convert_replaces_and_reports(name):
     row = rows["layers.0.up"]
     rule = RECIPES[name].rules[0]
     assert (row.shape, row.forward, row.dgrad, row.wgrad) == ((256, 128), rule.forward, rule.dgrad, rule.wgrad)
-    assert row.engine == ("native" if name == "fp8_row" else "emulated")
+    assert row.engine == "emulated"
     weights = 4 * 256 * 128
     assert conversion.fraction == pytest.approx(weights / (weights + 128 * 16 + 2 * 128 * 128))
     text = str(conversion)
@@ -163,7 +163,9 @@ def test_rules_by_name_in_order():
     assert "stochastic gradients" in rows["layers.0.up"].why
     assert "Hadamard 32 in wgrad" in rows["layers.0.down"].why
     assert rows["heads.ctr"].why == "kept by pattern 'ctr'"
-    assert rows["heads.cvr"].engine == "mixed"
+    assert rows["heads.cvr"].engine == "emulated"
+    assert "fp8_row emulated: " in rows["heads.cvr"].why
+    assert "mxfp8 emulated: " in rows["heads.cvr"].why
 
 
 def test_layers_that_cannot_be_replaced_stay_and_say_why():

@@ -65,13 +65,13 @@ def test_products(precision, dtype, extra, tokens, k, n):
     products = Products(forward=precision, dgrad=precision, wgrad=precision, **extra)
     results = []
     for device in ("cpu", "cuda"):
-        xd, wd = x.to(device).requires_grad_(), w.to(device).requires_grad_()
+        xd, wd = (t.clone().to(device).requires_grad_() for t in (x, w))
         y = low_precision_linear(xd, wd, products=products)
         y.backward(g.to(device))
         results.append([t.detach().cpu().double() for t in (y, xd.grad, wd.grad)])
     for cpu, cuda in zip(*results, strict=True):
         error = (cpu - cuda).norm() / cpu.norm()
-        # A BF16 result may be rounded the other way; the Hadamard transform may move a value across a rounding boundary.
+        # A BF16 result may round the other way; the Hadamard transform may move a value across a rounding boundary.
         limit = 3e-3 if dtype == torch.bfloat16 or extra else 1e-5
         assert error < limit, f"relative difference {error:.1e}"
 

@@ -119,11 +119,9 @@ def test_row_blocks_do_not_commute_with_the_transpose():
     assert not torch.equal(quantize(x.t(), FP8_1X128).dequantize(), quantize(x, FP8_1X128).dequantize().t())
 
 
-@ALL
+@pytest.mark.parametrize("spec", [s for s in SPECS if s is not FP8_TENSOR], ids=str)
 @pytest.mark.parametrize("dim", [-1, -2, 1])
 def test_batches(spec, dim):
-    if spec is FP8_TENSOR:
-        pytest.skip("one scale for all is no batch of matrices")
     x = wide(3, 40, 50)
     whole = quantize(x, spec, dim).dequantize()
     for i in range(3):

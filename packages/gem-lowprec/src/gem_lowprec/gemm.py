@@ -9,10 +9,11 @@ Precisions:
 - "mxfp8_square": the same with one scale per 32 x 32 square, so a matrix has the same values in both orientations.
 - "fp8_block": E4M3 with float32 scales, 1 x 128 along K for activations and gradients, 128 x 128 for weights.
   Emulated in float32.
-- "fp8_row": E4M3 with one float32 scale per row of A and of B. Runs in torch._scaled_mm where the device has it (CPU,
-  CUDA of compute capability 8.9 and up), else it is emulated with the same numbers.
+- "fp8_row": E4M3 with one float32 scale per row of A and of B. Runs in torch._scaled_mm on CUDA of compute
+  capability 8.9 and up, else it is emulated with the same numbers.
 
-`engine` says beforehand what a precision runs in on a device, and why.
+`engine` says beforehand what a precision runs in on a device, and why; the first emulated product of a kind warns with
+the same words.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def spec_for(precision: str, role: str) -> QuantSpec | None:
     return {"bf16": None, "mxfp8": MXFP8, "mxfp8_square": MXFP8_SQUARE, "fp8_row": FP8_ROW}[precision]
 
 
+@functools.cache
 def engine(precision: str, device: torch.device | str) -> Engine:
     """What `product` runs `precision` in on `device`, and why."""
     device = torch.device(device)
@@ -94,8 +96,11 @@ def product(
             return a.value.new_zeros(a.value.shape[0], b.value.shape[0], dtype=dtype)
         qa = _quantize(a, spec_a, signs, block, observe)
         qb = _quantize(b, spec_b, signs, block, observe)
+        runs = engine(precision, a.value.device)
+        if runs.name == "emulated":
+            _announce(f"{precision} is emulated on {a.value.device.type}: {runs.why}")
         if precision == "fp8_row":
-            return _row_wise(qa, qb, dtype)
+            return _row_wise_native(qa, qb, dtype) if runs.name == "native" else _row_wise_emulated(qa, qb, dtype)
         exact_in_bf16 = spec_a.scale != "float32" and a.value.is_cuda
         return _matmul(qa, qb, torch.bfloat16 if exact_in_bf16 else torch.float32, dtype)
 
@@ -120,22 +125,20 @@ def _matmul(qa: QTensor, qb: QTensor, operand: torch.dtype, dtype: torch.dtype) 
     return torch.mm(a, b.t(), out_dtype=torch.float32).to(dtype)
 
 
-def _row_wise(qa: QTensor, qb: QTensor, dtype: torch.dtype) -> Tensor:
-    """Row-wise scaled product: (data_a data_b^T) * scale_a[m] * scale_b[n]."""
-    scale_a, scale_b = qa.scale, qb.scale.t()
-    missing = _no_scaled_mm(qa.data.device)
-    if missing is not None:
-        _announce(f"fp8_row is emulated: {missing}")
-        return ((qa.values() @ qb.values().t()) * scale_a * scale_b).to(dtype)
-    a, b, n = qa.data, qb.data, qb.shape[0]
-    if a.is_cuda:  # the kernel wants K and N in multiples of 16; zeros change nothing along K and are cut off along N
-        a, b = _pad16(a, rows=False), _pad16(b, rows=True)
-        scale_b = pad(scale_b, (0, -n % 16), value=1.0)
-    if dtype == torch.bfloat16 or not a.is_cuda:
-        out_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        out = torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.contiguous(), out_dtype=out_dtype)
-        return out[:, :n].to(dtype)
-    # CUDA's row-wise kernel returns BF16 alone; with unit scales the float32 sum comes out whole and is scaled here.
+def _row_wise_emulated(qa: QTensor, qb: QTensor, dtype: torch.dtype) -> Tensor:
+    """(data_a data_b^T) * scale_a[m] * scale_b[n], scaled after the sum as the kernel does."""
+    return ((qa.values() @ qb.values().t()) * qa.scale * qb.scale.t()).to(dtype)
+
+
+def _row_wise_native(qa: QTensor, qb: QTensor, dtype: torch.dtype) -> Tensor:
+    """The same by torch._scaled_mm on CUDA."""
+    n = qb.shape[0]
+    # The kernel wants K and N in multiples of 16; zeros change nothing along K and are cut off along N.
+    a, b = _pad16(qa.data, rows=False), _pad16(qb.data, rows=True)
+    scale_a, scale_b = qa.scale, pad(qb.scale.t(), (0, -n % 16), value=1.0).contiguous()
+    if dtype == torch.bfloat16:
+        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)[:, :n]
+    # The row-wise kernel returns BF16 alone; with unit scales the float32 sum comes out whole and is scaled here.
     one = torch.ones((), device=a.device)
     out = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
     return (out * scale_a * scale_b)[:, :n].to(dtype)
@@ -147,13 +150,13 @@ def _pad16(data: Tensor, *, rows: bool) -> Tensor:
     return pad(data.contiguous().view(torch.uint8), widths).view(data.dtype)
 
 
-@functools.cache
 def _no_scaled_mm(device: torch.device) -> str | None:
-    """Why torch._scaled_mm cannot run on `device`; None if it can."""
-    if device.type == "cpu":
-        return None
+    """Why the row-wise torch._scaled_mm is not used on `device`; None if it is.
+
+    On a CPU only new versions of torch have it (2.11 is tensor-wise alone), and it is no faster than a float32 GEMM.
+    """
     if device.type != "cuda":
-        return f"torch._scaled_mm is not known to run on {device.type}"
+        return f"no row-wise FP8 kernel on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     return None if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no FP8 tensor cores"
 

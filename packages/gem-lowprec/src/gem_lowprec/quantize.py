@@ -153,7 +153,8 @@ def quantize(x: Tensor, spec: QuantSpec, dim: int = -1, *, randoms: Randoms | No
     blocks = _blocks(spec, dim, x.ndim)
     amax = _block_amax(value.abs(), blocks)
     if spec.scale == "float32":
-        scale = (amax / spec.element.max).clamp(min=_SMALLEST_SCALE)
+        # By a tensor: CUDA turns a division by a Python number into a product with its rounded reciprocal.
+        scale = (amax / torch.full_like(amax, spec.element.max)).clamp(min=_SMALLEST_SCALE)
         scale = torch.where(torch.isfinite(amax), scale, torch.nan)
     else:
         code = scale_code(amax, spec.element, spec.mode)
