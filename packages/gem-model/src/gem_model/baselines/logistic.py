@@ -40,12 +40,12 @@ class LogisticRegression:
         x, y, mask, sample = (torch.cat([t.detach().cpu() for t in column]) for column in zip(*parts, strict=True))
         if x.shape[1] == 0:
             raise ValueError("cannot fit a logistic regression: the batches have no dense features")
-        x, y = x.double(), torch.where(mask, y, 0.0).double()
-        w = mask.double() * sample.double()[:, None]  # [N, K]
+        x, y, sample = x.double(), torch.where(mask, y, 0.0).double(), sample.double()
+        w = mask * sample[:, None]  # [N, K]
         if not bool((w.sum(0) > 0).all()):
             raise ValueError(f"every task needs labels with positive weight; weights found: {w.sum(0).tolist()}")
         w = w / w.sum(0)
-        share = (sample / sample.sum()).double()[:, None]
+        share = (sample / sample.sum())[:, None]
         self.mean = (share * x).sum(0)
         std = (share * (x - self.mean) ** 2).sum(0).sqrt()
         varies = std > 1e-9 * (1.0 + self.mean.abs())
@@ -59,7 +59,7 @@ class LogisticRegression:
             [weight, bias],
             max_iter=self.max_iter,
             tolerance_grad=1e-9,
-            tolerance_change=1e-12,
+            tolerance_change=1e-16,
             line_search_fn="strong_wolfe",
         )
 
