@@ -3,7 +3,6 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-
 from gem_model.baselines import DIN, ConstantRate, DinConfig, LogisticRegression
 from gem_model.testing import example_inputs, random_batch
 
@@ -14,7 +13,7 @@ def batches(count=4, seed=0):
 
 
 def test_constant_is_the_weighted_rate():
-    inputs, data = batches()
+    _, data = batches()
     y, m, w = (torch.cat([getattr(b, n) for b in data]) for n in ("labels", "label_mask", "weights"))
     weight = m * w[:, None]
     expected = (weight * y).double().sum(0) / weight.double().sum(0)
@@ -28,7 +27,7 @@ def test_constant_is_the_weighted_rate():
 
 
 def test_logistic_regression_is_at_the_optimum():
-    inputs, data = batches()
+    _, data = batches()
     scale, shift = torch.tensor([1.0, 100.0, 1e-3, 5.0, 0.0]), torch.tensor([0.0, 1e4, 3.0, 0.0, 7.0])
     data = [dataclasses.replace(b, dense=b.dense * scale + shift) for b in data]  # the last feature never varies
     l2 = 0.01

@@ -2,7 +2,6 @@ import subprocess
 import sys
 
 import pytest
-
 from gem_model import GemConfig, ModelInputs, Source, Table, preset
 from gem_model.presets import PRESETS
 

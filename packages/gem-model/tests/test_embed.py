@@ -2,12 +2,11 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
-
 from gem_model import GEM, preset
 from gem_model.embed import EventEncoder, Tables, keyed_jagged, sum_pool
 from gem_model.roles import roles
 from gem_model.testing import example_inputs, random_batch
+from torch import nn
 
 
 def weight(tables, name):

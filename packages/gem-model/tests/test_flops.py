@@ -1,11 +1,10 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from gem_model import GEM, batch_flops, preset
 from gem_model.flops import unit_flops, visible_pairs
 from gem_model.testing import example_inputs, random_batch
+from torch.utils.flop_counter import FlopCounterMode
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-
 from gem_model.heads import log_loss, rate_logits
 
 

@@ -1,7 +1,6 @@
 """Wukong against its formula, written out in float64."""
 
 import torch
-
 from gem_model.interaction import FactorizationMachine, TokenMix, Wukong
 
 

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-
 from gem_model import GEM, ModelInputs, Source, Table, preset
 from gem_model.testing import RandomBatch, RandomIds, RandomSequence, example_inputs, random_batch
 

@@ -2,7 +2,6 @@ import dataclasses
 
 import pytest
 import torch
-
 from gem_model import GEM, GemConfig, preset
 from gem_model.testing import example_inputs, random_batch
 

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-
 from gem_model import preset
 from gem_model.pooling import most_recent
 from gem_model.sequence import ROPE_BASE, ROTE_BASE, History, HistoryAttention, PersonalisedFFN, place_events

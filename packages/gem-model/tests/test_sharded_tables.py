@@ -5,16 +5,15 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from gem_model import GEM, preset
+from gem_model.roles import roles
+from gem_model.testing import example_inputs, random_batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-
-from gem_model import GEM, preset
-from gem_model.roles import roles
-from gem_model.testing import example_inputs, random_batch
 
 LR = 0.5
 

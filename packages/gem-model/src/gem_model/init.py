@@ -48,6 +48,7 @@ def initialise(model: nn.Module, *, layers: int) -> None:
                 linear.weight.mul_(1.0 / math.sqrt(2.0 * layers))
         elif isinstance(module, Heads):
             for out in module.out.values():
+                assert isinstance(out, nn.Linear)
                 out.weight.mul_(HEAD_INIT)
             if module.wide is not None:
                 module.wide.weight.zero_()
