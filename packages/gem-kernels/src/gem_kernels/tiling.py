@@ -133,6 +133,11 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def strides(*tensors: Tensor) -> list[int]:
+    """The row and head strides of [T, H, D] tensors, one after the other."""
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, *args: Any, **constants: Any) -> None:
     """Run `programs` instances of a kernel on the stream of `device`; nothing happens for none."""
     if programs == 0:

@@ -28,6 +28,7 @@ from gem_kernels.tiling import (
     signature,
     span,
     store_rows,
+    strides,
 )
 
 __all__ = ["applies", "backward", "compile_cases", "forward"]
@@ -330,7 +331,7 @@ def _dbias_kernel(
 def tile(phase: str, dtype: torch.dtype, dim: int) -> Tile:
     """The fixed configuration of a kernel: "forward", "dq", "dkv" or "dbias". Fits the 99 KB of shared memory that every card has."""
     if dtype not in HALF:  # float32 products run on the vector units: small tiles keep them in registers
-        return Tile(bm=32, bn=32, warps=4, stages=1) if dim <= 128 else Tile(bm=16, bn=16, warps=4, stages=1)
+        return Tile(bm=32, bn=32, warps=8, stages=1) if dim <= 128 else Tile(bm=16, bn=16, warps=4, stages=1)
     if phase == "forward":
         if dim <= 64:
             return Tile(bm=128, bn=64, warps=4, stages=3)
@@ -338,10 +339,6 @@ def tile(phase: str, dtype: torch.dtype, dim: int) -> Tile:
     if dim <= 64:
         return Tile(bm=64, bn=64, warps=4, stages=2)
     return Tile(bm=64, bn=64, warps=8, stages=2) if dim <= 128 else Tile(bm=32, bn=32, warps=4, stages=1)
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def _bias_strides(bias: Tensor | None) -> tuple[int, int]:
@@ -388,7 +385,7 @@ def forward(
     launch(
         _forward_kernel, tiles * heads * batch, q.device, t,
         q, k, v, bias, out, lse, q_offsets, k_offsets, scale,
-        *_strides(q, k, v), *_bias_strides(bias), max_q, max_k, tiles, left, right,
+        *strides(q, k, v), *_bias_strides(bias), max_q, max_k, tiles, left, right,
         **_constants(q, k, q_offsets, left, right), BM=t.bm, BN=t.bn, BIAS=bias is not None,
     )  # fmt: skip
     return out, lse
@@ -420,7 +417,7 @@ def backward(
     batch, heads, kv_heads, dim = k_offsets.shape[0] - 1, q.shape[1], k.shape[1], q.shape[2]
     shared = q_offsets is None
     constants = _constants(q, k, q_offsets, left, right)
-    strides = (*_strides(dout, q, k, v), *_bias_strides(bias))
+    strides = (*strides(dout, q, k, v), *_bias_strides(bias))
     dq = torch.empty(out.shape, dtype=torch.float32 if shared else q.dtype, device=q.device)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)

@@ -1,0 +1,101 @@
+"""Build every kernel for several GPU architectures without a GPU: `python -m gem_kernels.compile_check [--arch 90] [--match dkv]`.
+
+For each kernel it prints registers, spilled bytes, shared memory and the tensor-core instructions found in the PTX; it exits with 1
+when a kernel does not build. The cases come from `compile_cases()` of the operators' backends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from gem_kernels.dispatch import OPERATORS
+from gem_kernels.tiling import CompileCase
+
+ARCHES = (80, 90, 100, 120)
+MMA = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*?\.(bf16|f16|tf32|e4m3|e5m2|kind::\w+)")
+
+
+def cases() -> Iterator[CompileCase]:
+    """All cases of all operators' backends."""
+    for op in OPERATORS:
+        for backend in ("triton", "hopper"):
+            name = f"gem_kernels.{op}.{backend}"
+            if importlib.util.find_spec(name) is not None:
+                module = importlib.import_module(name)
+                if hasattr(module, "compile_cases"):
+                    yield from module.compile_cases()
+
+
+def build(case: CompileCase, arch: int) -> str:
+    """Compile one case and describe the result in a line; raises what the compiler raises."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible}
+    source = (case.source or ASTSource)(
+        fn=case.kernel, signature=dict(case.signature), constexprs=dict(case.constants), attrs=attributes
+    )
+    options = {"num_warps": case.tile.warps, "num_stages": case.tile.stages}
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = binary.asm["ptx"]
+    products = Counter(f"{unit}.{kind}" for unit, kind in MMA.findall(ptx))
+    mma = ", ".join(f"{count} {name}" for name, count in products.most_common(3)) or "none"
+    return f"{_resources(binary.asm['cubin'], ptx, arch)}  shared {binary.metadata.shared:6d}  mma: {mma}"
+
+
+def _resources(cubin: bytes, ptx: str, arch: int) -> str:
+    """Registers and spills, from the assembler that comes with Triton."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    assembler = tools / ("ptxas-blackwell" if arch >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+        command = [assembler, "-v", "--gpu-name", name, file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+    return f"registers {registers:3d}  spilled {spilled:5d} B"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m gem_kernels.compile_check", description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, action="append", help=f"compute capability, may be repeated; default {ARCHES}")
+    parser.add_argument("--match", default="", help="only the cases whose name contains this")
+    options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        parser.error("TRITON_INTERPRET=1 interprets kernels instead of compiling them; unset it")
+    failures = 0
+    for case in cases():
+        if options.match not in case.name:
+            continue
+        for arch in options.arch or ARCHES:
+            if arch not in case.arch:
+                continue
+            try:
+                line = build(case, arch)
+            except Exception as error:  # whatever a compiler throws is the finding
+                failures += 1
+                line = f"FAILED {type(error).__name__}: {str(error)[-300:]}"
+            print(f"sm_{arch:<4d}{case.name:44s}{line}", flush=True)
+    print(f"{failures} failed" if failures else "all built")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
