@@ -208,6 +208,18 @@ def test_autocast_keeps_float32_logits():
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_asks_the_device_for_a_value(variant):
+    """Meta tensors have no values: whatever would wait for a GPU raises here, forward and backward."""
+    inputs = example_inputs()
+    model = GEM(preset("tiny", dropout=0.1, **VARIANTS[variant]), inputs, device="meta")
+    batch = random_batch(inputs, 7).to("meta")
+    logits = model(batch)
+    assert logits.shape == (7, 2)
+    model.loss(logits, batch).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_autocast_without_waiting_for_the_device():
