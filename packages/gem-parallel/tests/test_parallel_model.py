@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gem_parallel import ParallelConfig, RowWiseAdagrad, parallelize, start
+from gem_parallel import ParallelConfig, RowWiseAdagrad, dense, parallelize, start
 from gem_parallel.selfcheck import compare
 from gem_parallel.testing import ROWS, UNITS, SmallModel, full_state, relative_error, run_ranks, small_batch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+from torch.utils import _pytree as pytree
 
 SPARSE = RowWiseAdagrad(lr=0.05, eps=1e-4)
 
@@ -76,8 +78,8 @@ def other_layouts(runtime):
 
     half = build(runtime, precision="bf16")
     dtypes = []
-    half.module.dense.trunk[0][1].register_forward_hook(lambda m, args, out: dtypes.append((m.weight.dtype, out.dtype)))
-    half.module.dense.head.register_forward_hook(lambda m, args, out: dtypes.append((m.weight.dtype, out.dtype)))
+    for layer in (half.module.dense.trunk[0].linear, half.module.dense.head):
+        layer.register_forward_hook(lambda m, args, out: dtypes.append((m.weight.dtype, out.dtype)))
     half(batch).sum().backward()
     assert {param.dtype for param in half.dense_parameters()} == {torch.float32}
     grads = {name: param.grad.dtype for name, param in half.named_dense_parameters()}
@@ -114,6 +116,30 @@ def test_other_layouts(tmp_path, single):
         if name.startswith("dense.") and "offset" not in name:
             assert torch.equal(value, reference.get_parameter(name))  # which is rank 0's
     assert kinds == {"DTensor"}
+
+
+def with_an_fsdp_that_sees_pytrees_only(runtime):
+    """FSDP2 as it was before torch 2.12."""
+
+    def collect(tree):
+        return tuple(t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad)
+
+    def replace(tree, tensors):
+        grad = [isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(tree)]
+        wanted = iter(grad)
+        return pytree.tree_map(lambda t: next(tensors) if next(wanted) else t, tree)
+
+    for module in (_fsdp_state, _fsdp_param_group):
+        for name, function in (("collect_grad_tensors", collect), ("replace_grad_tensors", replace)):
+            if hasattr(module, name):
+                setattr(module, name, function)
+    dense.fsdp_sees_dataclasses = lambda: False
+    return compare(runtime, ParallelConfig(table_sharding="row_wise"), steps=2)[0]
+
+
+def test_gradients_inside_dataclasses_arrive(tmp_path):
+    for errors in run_ranks(2, __file__, "with_an_fsdp_that_sees_pytrees_only", tmp_path):
+        assert max(errors.values()) < 1e-5
 
 
 def test_sparse_learning_rate_zero_freezes_the_tables():

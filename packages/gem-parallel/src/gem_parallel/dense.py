@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from gem_parallel.containers import expose_dataclasses, fsdp_sees_dataclasses
+
 
 def dense_modules(root: nn.Module, tables: Iterable[nn.Module]) -> list[nn.Module]:
     """Every module under `root` that neither is a table module nor lies inside one."""
@@ -71,7 +73,10 @@ def shard_dense(
     # A child's name is longer than its parent's: children first, as FSDP2 needs.
     order = sorted(set(units), key=lambda name: (-name.count("."), name))
     for name in order:
-        fully_shard(find_unit(root, name), mesh=axes, mp_policy=unit_policy, ignored_params=ignored)
+        unit = find_unit(root, name)
+        fully_shard(unit, mesh=axes, mp_policy=unit_policy, ignored_params=ignored)
+        if not fsdp_sees_dataclasses():
+            expose_dataclasses(unit)
     fully_shard(root, mesh=axes, mp_policy=policy, ignored_params=ignored)
     return order
 

@@ -172,7 +172,8 @@ def parallelize(
         runtime: from `start`.
         sparse: the tables' optimizer.
         units: names of submodules that FSDP2 gathers one by one.
-        precision: "fp32", or "bf16": the units compute in bfloat16 with float32 master weights and reductions.
+        precision: "fp32", or "bf16": the units gather and compute in bfloat16 (their floating-point inputs are cast,
+            also inside dataclasses) with float32 master weights and reductions. With autocast, leave it "fp32".
         topology: the machine, for the planner; detected by default.
 
     Raises:

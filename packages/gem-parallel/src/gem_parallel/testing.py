@@ -79,21 +79,42 @@ def small_batch(seed: int, size: int = 16) -> SmallBatch:
     return SmallBatch(ids=ids, lengths=lengths, target=torch.randn(size, generator=generator))
 
 
+@dataclass(frozen=True)
+class Memory:
+    """A tensor inside a dataclass, on its way from unit to unit."""
+
+    values: torch.Tensor
+    note: str = "not a tensor"
+
+
+class _Block(nn.Module):
+    """A unit with two outputs; in backward, the one that hides in a dataclass comes first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear, self.update = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> tuple[torch.Tensor, Memory]:
+        x = x + torch.tanh(self.linear(self.norm(x)))
+        return x, Memory(torch.tanh(self.update(memory.values)))
+
+
 class _Dense(nn.Module):
     """All dense layers but the root's own parameter; `head` belongs to no unit."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.tower = nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, 16))
-        self.trunk = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.trunk = nn.ModuleList(_Block(16) for _ in range(2))
         self.head = nn.Linear(16, 1)
         self.register_buffer("offset", torch.full((1,), 0.1))
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:  # [B, width] -> [B]
         x = self.tower(pooled)
-        for layer in self.trunk:
-            x = x + layer(x)
-        return (self.head(x) + self.offset).sum(1)
+        memory = Memory(x)
+        for block in self.trunk:
+            x, memory = block(x, memory)
+        return (self.head(x + memory.values) + self.offset).sum(1)
 
 
 def _pool(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -121,7 +142,8 @@ class SmallModel(nn.Module):
                 device=torch.device(device),
             )
         torch.manual_seed(seed)  # so that the dense layers do not depend on where the tables are
-        self.dense = _Dense(dim * (len(SEQUENCES) + len(BAGS)))
+        self.width = dim * (len(SEQUENCES) + len(BAGS))
+        self.dense = _Dense(self.width)
         self.gain = nn.Parameter(torch.ones(1))
 
     @staticmethod
@@ -132,8 +154,7 @@ class SmallModel(nn.Module):
     def forward(self, batch: SmallBatch) -> torch.Tensor:
         """Predictions [B]."""
         if not self.tables:
-            columns = self.dense.tower[0].in_features
-            return self.gain * self.dense(batch.target[:, None].expand(-1, columns))
+            return self.gain * self.dense(batch.target[:, None].expand(-1, self.width))
         sequences, bags = self.sequences(batch.kjt(SEQUENCES)), self.bags(batch.kjt(BAGS))
         pooled = [_pool(sequences[name].values(), batch.lengths[name]) for name in SEQUENCES]
         return self.gain * self.dense(torch.cat([*pooled, *(bags[name] for name in BAGS)], dim=1))
@@ -175,7 +196,7 @@ class PlainModel:
             grad = table.grad
             assert grad is not None
             self.moments[name] += grad.square().mean(1)
-            table -= self.lr * grad / (self.moments[name].sqrt() + self.eps)[:, None]
+            table.sub_(self.lr * grad / (self.moments[name].sqrt() + self.eps)[:, None])
             table.grad = None
 
 
@@ -202,8 +223,8 @@ def full_state(parallel: ParallelModel) -> dict[str, dict[str, torch.Tensor]]:
 def run_ranks(world: int, file: str, function: str, folder: Path, *args: Any, device: str = "cpu") -> list[Any]:
     """Run `function(runtime, *args)` of the test file `file` on `world` processes; everyone's result by rank.
 
-    A rank that ends by itself (`os._exit`) has the result None. The processes are forked from a clean server which has
-    imported TorchRec once.
+    A rank that ends by itself (`os._exit(0)`) has the result None. On the CPU, the processes are forked from a clean
+    server which has imported TorchRec once.
 
     Raises:
         RuntimeError: with the traceback of the first rank that failed.
@@ -212,9 +233,12 @@ def run_ranks(world: int, file: str, function: str, folder: Path, *args: Any, de
     job = len(list(folder.glob("job-*")))
     here = folder / f"job-{job}"
     here.mkdir()
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(["gem_parallel.testing"])
+    method = "spawn"  # on CUDA: importing fbgemm asks the driver for its devices, which no fork survives
+    if device == "cpu":
+        method = "forkserver"
+        torch.multiprocessing.get_context(method).set_forkserver_preload(["gem_parallel.testing"])
     start_processes(
-        _rank, (world, str(here), file, function, args, device), nprocs=world, start_method="forkserver", join=True
+        _rank, (world, str(here), file, function, args, device), nprocs=world, start_method=method, join=True
     )
     results = []
     for rank in range(world):
