@@ -13,11 +13,17 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-Kind = Literal["id", "float", "vector"]
+Kind = Literal["id", "ids", "float", "vector", "bits"]
+Encoding = Literal["frequency", "hash"]
 Role = Literal["context", "outcome", "user", "hidden"]
 CounterKind = Literal["count", "rate", "residual", "since", "affinity"]
 
 TIME = "time"  # every log has it: int64 seconds
+MOST_BITS = 62
+
+
+_IDS: tuple[Kind, ...] = ("id", "ids")
+_DENSE: tuple[Kind, ...] = ("float", "vector", "bits")
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -42,11 +48,19 @@ def _name(what: str, name: str) -> None:
 class Column:
     """One column of the log.
 
-    kind   "id": int64 in [0, cardinality); "float": float32; "vector": `size` float32 values (a multi-hot, say).
+    kind   "id": int64 in [0, cardinality); "ids": any number of such (tags, say); "float": float32; "vector": `size`
+           float32 values (an embedding, a multi-hot); "bits": an integer whose `size` bits are flags (what a user did
+           with an impression), which a batch shows as 0s and 1s.
     role   "context": known when the request is made, so on the candidate and in the history;
            "outcome": what came of it, so in the history alone;
            "user": known at the request and the same for every event of the user, so on the candidate alone;
            "hidden": kept in the log, never in a batch.
+
+    default     what a missing value becomes (an empty list for "ids"); without it the row is rejected.
+    vocabulary  the source's values are keys (text or any int64) that a vocabulary maps to [0, cardinality):
+                "frequency" keeps the most frequent, "hash" needs no memory of them; see `gem_data.vocabulary`.
+    min_count   of "frequency": keys that are rarer share the id of unseen ones.
+    delay       of an outcome: seconds until it is known (a conversion's lag); until then a history shows 0.
     """
 
     name: str
@@ -54,6 +68,10 @@ class Column:
     role: Role
     cardinality: int | None = None
     size: int | None = None
+    default: float | None = None
+    vocabulary: Encoding | None = None
+    min_count: int | None = None
+    delay: int | None = None
 
     def __post_init__(self) -> None:
         _name("column", self.name)
@@ -61,22 +79,40 @@ class Column:
         _one_of("column role", self.role, Role)
         if self.name == TIME:
             raise ValueError(f"{TIME!r} is in every log and is not declared as a column")
-        for attribute, kind in (("cardinality", "id"), ("size", "vector")):
+        for attribute, kinds in (("cardinality", ("id", "ids")), ("size", ("vector", "bits"))):
             value = getattr(self, attribute)
-            if self.kind == kind and (value is None or value < 1):
-                raise ValueError(f"column {self.name!r} of kind {kind!r} needs {attribute} >= 1, not {value!r}")
-            if self.kind != kind and value is not None:
+            if self.kind in kinds and (value is None or value < 1):
+                raise ValueError(f"column {self.name!r} of kind {self.kind!r} needs {attribute} >= 1, not {value!r}")
+            if self.kind not in kinds and value is not None:
                 raise ValueError(f"column {self.name!r} of kind {self.kind!r} takes no {attribute}, but has {value!r}")
+        if self.kind == "bits" and (self.size or 0) > MOST_BITS:
+            raise ValueError(f"column {self.name!r} of kind 'bits' has {self.size} bits; at most {MOST_BITS} fit")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if self.vocabulary is not None:
+            _one_of("vocabulary", self.vocabulary, Encoding)
+            if self.kind not in ("id", "ids") or self.role == "hidden":
+                raise ValueError(f"column {self.name!r} of kind {self.kind!r}, role {self.role!r} takes no vocabulary")
+            if (self.cardinality or 0) < 3:
+                raise ValueError(f"column {self.name!r} needs cardinality >= 3: 0 is missing, 1 unknown")
+        if self.min_count is not None and (self.vocabulary != "frequency" or self.min_count < 1):
+            raise ValueError(f"column {self.name!r}: min_count {self.min_count!r} needs a 'frequency' vocabulary, >= 1")
+        if self.delay is not None and (self.role != "outcome" or self.delay < 0):
+            raise ValueError(f"column {self.name!r}: delay {self.delay!r} needs role 'outcome' and 0 or more seconds")
+        limit = {"id": self.cardinality, "bits": 1 << (self.size or 0)}.get(self.kind)
+        if self.default is not None and limit is not None and not 0 <= self.default < limit:
+            raise ValueError(f"column {self.name!r}: the default {self.default!r} is outside [0, {limit})")
 
     @property
     def width(self) -> int:
         """How many float32 values the column adds to a dense row (0 for ids)."""
-        return {"id": 0, "float": 1}.get(self.kind, self.size or 0)
+        return {"id": 0, "ids": 0, "float": 1}.get(self.kind, self.size or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A binary label: `column >= minimum`, or `column == equals`.
+    """A binary label: `column >= minimum`, or `column == equals`, or bit number `bit` of a "bits" column.
 
     With `given`, the label exists only where that other task is positive (a conversion given a click), and is masked
     elsewhere.
@@ -86,16 +122,20 @@ class Task:
     column: str
     minimum: float | None = None
     equals: float | None = None
+    bit: int | None = None
     given: str | None = None
 
     def __post_init__(self) -> None:
         _name("task", self.name)
-        if (self.minimum is None) == (self.equals is None):
-            found = "both" if self.minimum is not None else "neither"
-            raise ValueError(f"task {self.name!r} needs either minimum or equals, not {found}")
+        rules = sum(rule is not None for rule in (self.minimum, self.equals, self.bit))
+        if rules != 1:
+            found = "both" if rules else "neither"
+            raise ValueError(f"task {self.name!r} needs either minimum or equals, not {found} (or bit, of 'bits')")
 
     def positive(self, values: NDArray[Any]) -> NDArray[np.bool_]:
         """Where the rule holds."""
+        if self.bit is not None:
+            return np.asarray((values >> self.bit) & 1 == 1)
         return np.asarray(values >= self.minimum if self.minimum is not None else values == self.equals)
 
 
@@ -142,8 +182,34 @@ class Counter:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Source:
+    """A history of its own for some types of events: those whose id column `column` is one of `values`.
+
+    `columns` are the ones that its events show (None: every context and outcome column). A batch has one
+    `JaggedSequence` for each source, under its name.
+    """
+
+    name: str
+    column: str
+    values: tuple[int, ...]
+    columns: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _name("source", self.name)
+        object.__setattr__(self, "values", tuple(int(v) for v in self.values))
+        if self.columns is not None:
+            object.__setattr__(self, "columns", tuple(self.columns))
+        if not self.values:
+            raise ValueError(f"source {self.name!r} needs at least one value of {self.column!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schema:
-    """Columns, tasks and counters of a log. `user` names the id column that histories follow."""
+    """Columns, tasks and counters of a log. `user` names the id column that histories follow.
+
+    sources  one history for each; without any, all events are one history named `source`.
+    delay    seconds until an event is logged: at t, histories and counters see the events of s with s + delay < t.
+    """
 
     name: str
     columns: tuple[Column, ...]
@@ -151,14 +217,16 @@ class Schema:
     counters: tuple[Counter, ...] = ()
     user: str = "user"
     source: str = "events"  # the name of the history in a batch's `sequences`
+    sources: tuple[Source, ...] = ()
+    delay: int = 0
     _by_name: dict[str, Column] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        for attribute in ("columns", "tasks", "counters"):
+        for attribute in ("columns", "tasks", "counters", "sources"):
             object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
         self._by_name.update({c.name: c for c in self.columns})
         names = [c.name for c in self.columns] + [c.name for c in self.counters]
-        for group in (names, self.task_names):
+        for group in (names, self.task_names, self.source_names):
             twice = sorted({n for n in group if group.count(n) > 1})
             if twice:
                 raise ValueError(f"schema {self.name!r} declares {', '.join(map(repr, twice))} more than once")
@@ -173,13 +241,22 @@ class Schema:
             self._check_task(task)
         for i, counter in enumerate(self.counters):
             self._check_counter(counter, self.counters[:i])
+        for source in self.sources:
+            self._check_source(source)
+        if self.delay < 0:
+            raise ValueError(f"schema {self.name!r}: delay must be 0 or more seconds, not {self.delay}")
 
     def _check_task(self, task: Task) -> None:
         column = self.column(task.column)
-        if column.role != "outcome" or column.kind == "vector":
+        if column.role != "outcome" or column.kind in ("vector", "ids") or column.vocabulary:
             raise ValueError(
                 f"task {task.name!r} reads column {column.name!r} of kind {column.kind!r} and role {column.role!r}; "
-                "expected an 'id' or 'float' column of role 'outcome'"
+                "expected an 'id' or 'float' column of role 'outcome' without a vocabulary"
+            )
+        if (task.bit is not None) != (column.kind == "bits") or not 0 <= (task.bit or 0) < (column.size or MOST_BITS):
+            raise ValueError(
+                f"task {task.name!r} has bit {task.bit!r}, but column {column.name!r} is of kind {column.kind!r}"
+                f" and size {column.size!r}"
             )
         if task.given is not None and (self.task(task.given).given is not None or task.given == task.name):
             raise ValueError(
@@ -207,6 +284,18 @@ class Schema:
             if counter.against not in rates:
                 raise ValueError(unknown("earlier rate counter", counter.against, rates))
 
+    def _check_source(self, source: Source) -> None:
+        column = self.column(source.column)
+        top = column.cardinality or 0
+        if column.kind != "id" or column.vocabulary or not all(0 <= v < top for v in source.values):
+            raise ValueError(
+                f"source {source.name!r} selects {source.values} of column {column.name!r} of kind {column.kind!r}; "
+                f"expected values in [0, {top}) of an 'id' column without a vocabulary"
+            )
+        for name in source.columns or ():
+            if self.column(name).role not in ("context", "outcome"):
+                raise ValueError(f"source {source.name!r} shows {name!r} of role {self.column(name).role!r}")
+
     # What a batch is made of, in the order that it uses.
 
     def column(self, name: str) -> Column:
@@ -222,40 +311,59 @@ class Schema:
                 return task
         raise ValueError(unknown("task", name, self.task_names))
 
-    def _pick(self, ids: bool, *roles: Role) -> tuple[Column, ...]:
-        return tuple(c for c in self.columns if (c.kind == "id") == ids and c.role in roles)
+    def _pick(self, kinds: tuple[Kind, ...], *roles: Role) -> tuple[Column, ...]:
+        return tuple(c for c in self.columns if c.kind in kinds and c.role in roles)
 
     @property
     def tables(self) -> dict[str, int]:
         """Cardinality of every id column that a batch shows; a history and its candidate share a column's table."""
-        return {c.name: int(c.cardinality or 0) for c in self._pick(True, "context", "outcome", "user")}
+        return {c.name: int(c.cardinality or 0) for c in self._pick(_IDS, "context", "outcome", "user")}
 
     @property
     def sequence_ids(self) -> tuple[str, ...]:
-        """The id columns of the history."""
-        return tuple(c.name for c in self._pick(True, "context", "outcome"))
+        """The id columns of the history, one id an event."""
+        return tuple(c.name for c in self._pick(("id",), "context", "outcome"))
+
+    @property
+    def sequence_lists(self) -> tuple[str, ...]:
+        """The "ids" columns of the history, any number of ids an event."""
+        return tuple(c.name for c in self._pick(("ids",), "context", "outcome"))
 
     @property
     def sequence_floats(self) -> dict[str, int]:
-        """The float and vector columns of the history, with their width."""
-        return {c.name: c.width for c in self._pick(False, "context", "outcome")}
+        """The float, vector and bits columns of the history, with their width."""
+        return {c.name: c.width for c in self._pick(_DENSE, "context", "outcome")}
 
     @property
     def sparse(self) -> tuple[str, ...]:
-        """The id columns of the candidate and its user (the user's own id included)."""
-        return tuple(c.name for c in self._pick(True, "context", "user"))
+        """The id and ids columns of the candidate and its user (the user's own id included)."""
+        return tuple(c.name for c in self._pick(_IDS, "context", "user"))
 
     @property
     def dense_columns(self) -> dict[str, int]:
-        """The float and vector columns of the candidate and its user, with their width; counters come after them."""
-        return {c.name: c.width for c in self._pick(False, "context", "user")}
+        """The float, vector and bits columns of the candidate and its user, with their width; counters come after."""
+        return {c.name: c.width for c in self._pick(_DENSE, "context", "user")}
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The histories of a batch, by name."""
+        return tuple(s.name for s in self.sources) or (self.source,)
+
+    def source_columns(self, name: str) -> tuple[str, ...]:
+        """The columns that a history's events show, in the schema's order."""
+        if name not in self.source_names:
+            raise ValueError(unknown("source", name, self.source_names))
+        shown = next((s.columns for s in self.sources if s.name == name), None)
+        return tuple(
+            c.name for c in self._pick((*_IDS, *_DENSE), "context", "outcome") if shown is None or c.name in shown
+        )
 
     @property
     def dense_names(self) -> tuple[str, ...]:
         """A name for each of the F values of a batch's dense row."""
         names: list[str] = []
         for name, width in self.dense_columns.items():
-            vector = self.column(name).kind == "vector"
+            vector = self.column(name).kind != "float"
             names += [f"{name}[{i}]" for i in range(width)] if vector else [name]
         return (*names, *(c.name for c in self.counters))
 
@@ -279,7 +387,16 @@ class Schema:
         }
         for counter in parts["counters"]:
             counter["key"] = list(counter["key"])
-        return {"name": self.name, "user": self.user, "source": self.source, **parts}
+        out: dict[str, Any] = {"name": self.name, "user": self.user, "source": self.source, **parts}
+        # Newer options appear only where they are used, so that older logs keep their fingerprint.
+        if self.sources:
+            out["sources"] = [
+                {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(s).items() if v is not None}
+                for s in self.sources
+            ]
+        if self.delay:
+            out["delay"] = self.delay
+        return out
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Schema:
@@ -295,7 +412,7 @@ class Schema:
             except TypeError as error:
                 raise ValueError(f"{kind.__name__} {dict(options)!r}: {error}") from None
 
-        parts = {"columns": Column, "tasks": Task, "counters": Counter}
+        parts = {"columns": Column, "tasks": Task, "counters": Counter, "sources": Source}
         return make(cls, {k: tuple(make(parts[k], x) for x in v) if k in parts else v for k, v in data.items()})
 
     def fingerprint(self) -> str:
@@ -307,10 +424,10 @@ class Schema:
         """What differs, one line each: `column 'item': cardinality 10 here, 20 there`."""
         lines = [
             f"{key}: {getattr(self, key)!r} here, {getattr(other, key)!r} there"
-            for key in ("name", "user", "source")
+            for key in ("name", "user", "source", "delay")
             if getattr(self, key) != getattr(other, key)
         ]
-        for group in ("columns", "tasks", "counters"):
+        for group in ("columns", "tasks", "counters", "sources"):
             here, there = ({x.name: x for x in getattr(s, group)} for s in (self, other))
             what = group[:-1]
             lines += [f"{what} {n!r}: only here" for n in here if n not in there]
