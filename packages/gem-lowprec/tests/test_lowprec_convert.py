@@ -208,6 +208,13 @@ def test_the_linear_part_of_a_norm_linear():
     assert 0 < (model["qkv"](x) - before).norm() / before.norm() < 0.1
 
 
+def test_the_table_speaks_of_the_device_the_model_will_run_on():
+    with torch.device("meta"):
+        model, other = Model(), Model()
+    assert "meta" in convert(model, "fp8_row").rows[1].why
+    assert "kernel on cpu" in convert(other, "fp8_row", device="cpu").rows[1].why
+
+
 def test_errors():
     model = Model()
     convert(model, "mxfp8")

@@ -72,7 +72,9 @@ def test_products(precision, dtype, extra, tokens, k, n):
     for cpu, cuda in zip(*results, strict=True):
         error = (cpu - cuda).norm() / cpu.norm()
         # A BF16 result may round the other way; the Hadamard transform may move a value across a rounding boundary.
-        limit = 3e-3 if dtype == torch.bfloat16 or extra else 1e-5
+        # Hopper's FP8 tensor cores accumulate with fewer bits than float32: 1.3e-4 on an H200.
+        exact = dtype == torch.float32 and not extra
+        limit = 3e-3 if not exact else 1e-3 if engine(precision, "cuda").name == "native" else 1e-5
         assert error < limit, f"relative difference {error:.1e}"
 
 

@@ -68,12 +68,16 @@ class Conversion:
         return self.table()
 
 
-def convert(model: nn.Module, recipe: str | Recipe, *, seed: int | None = None) -> Conversion:
+def convert(
+    model: nn.Module, recipe: str | Recipe, *, seed: int | None = None, device: torch.device | str | None = None
+) -> Conversion:
     """Replace the `torch.nn.Linear` layers of `model` in place, as `recipe` says, and report every one.
 
     The new layers share the old ones' Parameters, so state_dict keys, tied weights and optimizers stay as they are;
     call it before the model is sharded or compiled. `seed` overrides the recipe's (give each data-parallel rank its
-    own).
+    (give each
+    data-parallel rank its own). `device` is where the model will run, for the table's engine column; by default it is
+    where each weight is.
 
     Raises ValueError for an unknown recipe, for a model that already holds converted layers, for a model that is
     itself a Linear (nothing to replace it in), and for a rule that matches no layer.
@@ -104,7 +108,7 @@ def convert(model: nn.Module, recipe: str | Recipe, *, seed: int | None = None) 
                 linear, chosen, clock=clock, seed=recipe.seed if seed is None else seed, stream=stream
             )
             modules[name] = new
-        rows.append(_row(name, linear, chosen, why))
+        rows.append(_row(name, linear, chosen, why, device))
     _replace(model, {id(old): modules[name] for name, old in linears if name in modules})
     return Conversion(recipe=recipe, rows=tuple(rows), modules=modules, clock=clock)
 
@@ -138,12 +142,14 @@ def _why_not(name: str, linear: nn.Linear, recipe: Recipe, rule: Rule | None) ->
     return None
 
 
-def _row(name: str, linear: nn.Linear, rule: Rule | None, why_not: str | None) -> Row:
+def _row(
+    name: str, linear: nn.Linear, rule: Rule | None, why_not: str | None, device: torch.device | str | None
+) -> Row:
     shape = (linear.out_features, linear.in_features)
     if why_not is not None or rule is None:
         dtype = _short(linear.weight.dtype)
         return Row(name=name, shape=shape, forward=dtype, dgrad=dtype, wgrad=dtype, engine="-", why=why_not or "")
-    device = linear.weight.device
+    device = linear.weight.device if device is None else device
     products = {"forward": rule.forward, "dgrad": rule.dgrad, "wgrad": rule.wgrad}
     engines = {p: engine(p, device) for p in products.values() if p not in ("bf16", "skip")}
     notes = [f"rule {rule.pattern!r}"]

@@ -128,7 +128,9 @@ class QTensor:
             if block is None:
                 scale = scale.expand(*(n if d == dim % scale.ndim else s for d, s in enumerate(scale.shape)))
             elif block > 1:
-                scale = scale.repeat_interleave(block, dim=dim).narrow(dim, 0, n)
+                sizes = list(scale.shape)
+                sizes.insert(len(sizes) + 1 + dim, block)
+                scale = scale.unsqueeze(dim).expand(sizes).flatten(dim - 1, dim).narrow(dim, 0, n)
         return scale
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
