@@ -21,7 +21,8 @@ from pathlib import Path
 from gem_kernels.dispatch import OPERATORS
 from gem_kernels.tiling import CompileCase
 
-ARCHES = (80, 90, 100, 120)
+SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of shared memory that a program may have
+ARCHES = tuple(SHARED)
 MMA = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*?\.(bf16|f16|tf32|e4m3|e5m2|kind::\w+)")
 
 
@@ -50,6 +51,8 @@ def build(case: CompileCase, arch: int) -> str:
     options = {"num_warps": case.tile.warps, "num_stages": case.tile.stages}
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = binary.asm["ptx"]
+    if binary.metadata.shared > SHARED.get(arch, binary.metadata.shared):
+        raise RuntimeError(f"needs {binary.metadata.shared} B of shared memory; sm_{arch} has {SHARED[arch]}")
     products = Counter(f"{unit}.{kind}" for unit, kind in MMA.findall(ptx))
     mma = ", ".join(f"{count} {name}" for name, count in products.most_common(3)) or "none"
     return f"{_resources(binary.asm['cubin'], ptx, arch)}  shared {binary.metadata.shared:6d}  mma: {mma}"

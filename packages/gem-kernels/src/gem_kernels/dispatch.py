@@ -31,7 +31,7 @@ class Problem:
     """What a backend must know to say whether it can run.
 
     `features` names what is asked for beyond the plain case: "bias", "causal", "window", "shared_q" (learned queries), "grouped"
-    (fewer key heads than query heads), "rope", "return_lse", "activation:<name>".
+    (fewer key heads than query heads), "rope", "return_lse", "activation:<name>", "block:<size>".
     """
 
     op: str

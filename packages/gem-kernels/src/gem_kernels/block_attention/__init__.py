@@ -72,6 +72,7 @@ def block_attention(
         base, positions = rope.base, rope.at(q, offsets)
 
     wanted = {
+        f"block:{block}": True,
         f"activation:{activation}": activation is not None,
         "rope": rope is not None,
         "grouped": k.shape[1] != q.shape[1],

@@ -328,17 +328,20 @@ def _dbias_kernel(
     tl.store(out + at, acc.to(dbias_ptr.dtype.element_ty), mask=inside)
 
 
-def tile(phase: str, dtype: torch.dtype, dim: int) -> Tile:
-    """The fixed configuration of a kernel: "forward", "dq", "dkv" or "dbias". Fits the 99 KB of shared memory that every card has."""
+def tile(phase: str, dtype: torch.dtype, dim: int, bias: bool = False) -> Tile:
+    """The fixed configuration of a kernel: "forward", "dq", "dkv" or "dbias". Fits the 99 KB of shared memory of every card."""
     if dtype not in HALF:  # float32 products run on the vector units: small tiles keep them in registers
         return Tile(bm=32, bn=32, warps=8, stages=1) if dim <= 128 else Tile(bm=16, bn=16, warps=4, stages=1)
+    if phase == "forward" and dim <= 128:
+        if bias:
+            return Tile(bm=64, bn=64, warps=4, stages=2)
+        return Tile(bm=128, bn=64, warps=4, stages=3) if dim <= 64 else Tile(bm=128, bn=64, warps=8, stages=2)
     if phase == "forward":
-        if dim <= 64:
-            return Tile(bm=128, bn=64, warps=4, stages=3)
-        return Tile(bm=128, bn=64, warps=8, stages=2) if dim <= 128 else Tile(bm=64, bn=32, warps=4, stages=2)
-    if dim <= 64:
-        return Tile(bm=64, bn=64, warps=4, stages=2)
-    return Tile(bm=64, bn=64, warps=8, stages=2) if dim <= 128 else Tile(bm=32, bn=32, warps=4, stages=1)
+        return Tile(bm=64, bn=32, warps=4, stages=2)
+    stages = 1 if bias or dim > 128 else 2
+    if dim <= 128:
+        return Tile(bm=64, bn=64, warps=4 if dim <= 64 else 8, stages=stages)
+    return Tile(bm=32, bn=32, warps=4, stages=stages)
 
 
 def _bias_strides(bias: Tensor | None) -> tuple[int, int]:
@@ -380,7 +383,7 @@ def forward(
     rows = q.shape[0] if q_offsets is not None else batch * max_q
     out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    t = tile("forward", q.dtype, padded_dim(dim))
+    t = tile("forward", q.dtype, padded_dim(dim), bias is not None)
     tiles = triton.cdiv(max_q, t.bm)
     launch(
         _forward_kernel, tiles * heads * batch, q.device, t,
@@ -417,27 +420,27 @@ def backward(
     batch, heads, kv_heads, dim = k_offsets.shape[0] - 1, q.shape[1], k.shape[1], q.shape[2]
     shared = q_offsets is None
     constants = _constants(q, k, q_offsets, left, right)
-    strides = (*strides(dout, q, k, v), *_bias_strides(bias))
+    steps = (*strides(dout, q, k, v), *_bias_strides(bias))
     dq = torch.empty(out.shape, dtype=torch.float32 if shared else q.dtype, device=q.device)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     delta = torch.empty_like(lse)
 
-    t = tile("dq", q.dtype, padded_dim(dim))
+    t = tile("dq", q.dtype, padded_dim(dim), bias is not None)
     tiles = triton.cdiv(max_q, t.bm)
     launch(
         _dq_kernel, tiles * heads * batch, q.device, t,
         dout, q, k, v, bias, out, lse, dlse, delta, dq, q_offsets, k_offsets, scale,
-        *strides, max_q, max_k, tiles, left, right,
+        *steps, max_q, max_k, tiles, left, right,
         **constants, BM=t.bm, BN=t.bn, BIAS=bias is not None, DLSE=dlse is not None,
     )  # fmt: skip
 
-    t = tile("dkv", q.dtype, padded_dim(dim))
+    t = tile("dkv", q.dtype, padded_dim(dim), bias is not None)
     tiles = triton.cdiv(max_k, t.bn)
     launch(
         _dkv_kernel, tiles * kv_heads * batch, q.device, t,
         dout, q, k, v, bias, lse, delta, dk, dv, q_offsets, k_offsets, scale,
-        *strides, max_q, max_k, tiles, left, right,
+        *steps, max_q, max_k, tiles, left, right,
         **constants, BM=t.bm, BN=t.bn, BIAS=bias is not None,
     )  # fmt: skip
 
@@ -445,13 +448,13 @@ def backward(
     if bias_grad:
         assert bias is not None
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
-        t = tile("dbias", q.dtype, padded_dim(dim))
+        t = tile("dbias", q.dtype, padded_dim(dim), True)
         tiles = triton.cdiv(max_q, t.bm) * triton.cdiv(max_k, t.bn)
         all_batch, all_heads = bias.shape[0] == 1, bias.shape[1] == 1
         launch(
             _dbias_kernel, tiles * bias.shape[0] * bias.shape[1], q.device, t,
             dout, q, k, v, bias, lse, delta, dbias, q_offsets, k_offsets, scale,
-            *strides, batch, max_q, max_k, tiles, left, right,
+            *steps, batch, max_q, max_k, tiles, left, right,
             **constants, BM=t.bm, BN=t.bn, ALL_BATCH=all_batch, ALL_HEADS=all_heads,
         )  # fmt: skip
     if shared:
@@ -474,7 +477,7 @@ def compile_cases() -> list[CompileCase]:
         for name, dtype, dim, everything in problems:
             if phase == "dbias" and not everything:
                 continue
-            t = tile(phase, dtype, dim)
+            t = tile(phase, dtype, dim, everything)
             constants: dict[str, object] = {
                 "HEADS": 4, "GROUP": 1, "D": dim, "DP": dim, "BM": t.bm, "BN": t.bn, "SHARED": False, "PRECISION": "ieee",
                 "LEFT": everything, "RIGHT": everything,
