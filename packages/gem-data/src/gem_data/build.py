@@ -29,8 +29,11 @@ from gem_data.log import (
     history_ends,
     label_arrays,
 )
+from gem_data.parts import write_columns
 from gem_data.schema import TIME, Schema
+from gem_data.statistics import Moments
 from gem_data.validate import REASONS, Validated, as_table, validate
+from gem_data.vocabulary import Vocabulary, count_keys, vocabulary_file
 
 Array = NDArray[Any]
 
@@ -91,10 +94,15 @@ def build_log(
     if len(valid.columns[TIME]) == 0:
         reasons = ", ".join(f"{n} {reason}" for reason, n in valid.counts().items()) or "the source is empty"
         raise ValueError(f"no valid event for schema {schema.name!r} among {table.num_rows} rows: {reasons}")
+    vocabularies = fit_vocabularies(valid, schema)
+    for name, vocabulary in vocabularies.items():
+        valid.columns[name] = vocabulary.encode(valid.columns[name])
     out_of_order, columns, labels, mask = _arrange(valid, schema)
     with _in_place(folder, overwrite) as temporary:
         _write_events(temporary / EVENTS, columns, schema)
         samples = _write_rejects(temporary / REJECTS, table, valid)
+        for name, vocabulary in vocabularies.items():
+            vocabulary.write(temporary / vocabulary_file(name))
         seen = mask.sum(axis=0)
         rates = labels.sum(axis=0, dtype=np.float64) / np.maximum(seen, 1)
         manifest: dict[str, Any] = {
@@ -107,9 +115,11 @@ def build_log(
             "label_rates": {name: float(rate) for name, rate in zip(schema.task_names, rates, strict=True)},
             "rejected": valid.counts(),
             "out_of_order": out_of_order,
+            "statistics": {name: m.to_dict() for name, m in moments(columns, schema).items()},
+            "vocabularies": {name: v.report for name, v in vocabularies.items()},
             "files": {
                 name: {"bytes": (temporary / name).stat().st_size, "sha256": file_digest(temporary / name)}
-                for name in (EVENTS, REJECTS)
+                for name in (EVENTS, REJECTS, *map(vocabulary_file, vocabularies))
             },
         }
         with (temporary / MANIFEST).open("w", encoding="utf-8") as file:
@@ -127,6 +137,26 @@ def build_log(
     )
 
 
+def fit_vocabularies(valid: Validated, schema: Schema) -> dict[str, Vocabulary]:
+    """A vocabulary for each column that asks for one, from the keys of all valid rows."""
+    return {
+        c.name: Vocabulary.fit(c, *count_keys(valid.columns[c.name]), valid.texts.get(c.name))
+        for c in schema.columns
+        if c.vocabulary
+    }
+
+
+def moments(columns: dict[str, Any], schema: Schema) -> dict[str, Moments]:
+    """Statistics of the float and vector columns and of the counters, by name."""
+    found = {c.name: Moments() for c in schema.columns if c.kind in ("float", "vector")}
+    for name, part in found.items():
+        part.add(columns[name])
+    for i, counter in enumerate(schema.counters):
+        found[counter.name] = Moments()
+        found[counter.name].add(columns[COUNTERS][:, i])
+    return found
+
+
 def _arrange(valid: Validated, schema: Schema) -> tuple[int, dict[str, Array], Array, Array]:
     """Sorted columns with the history ends and counters, the number of out-of-order rows, labels and mask."""
     by_user = np.argsort(valid.columns[schema.user], kind="stable")
@@ -135,21 +165,14 @@ def _arrange(valid: Validated, schema: Schema) -> tuple[int, dict[str, Array], A
     order = by_user[np.lexsort((time, user))]  # stable, so equal times keep the order of the source
     columns = {name: values[order] for name, values in valid.columns.items()}
     labels, mask = label_arrays(schema, columns)
-    columns[HISTORY_END] = history_ends(columns[schema.user], columns[TIME])
+    columns[HISTORY_END] = history_ends(columns[schema.user], columns[TIME], delay=schema.delay)
     if schema.counters:
         columns[COUNTERS] = compute_counters(schema, columns, columns[TIME], labels, mask)
     return out_of_order, columns, labels, mask
 
 
-def _write_events(path: Path, columns: dict[str, Array], schema: Schema) -> None:
-    arrays = {}
-    for name, values in columns.items():
-        flat = pa.array(np.ascontiguousarray(values).reshape(-1))
-        arrays[name] = pa.FixedSizeListArray.from_arrays(flat, values.shape[1]) if values.ndim == 2 else flat
-    batch = pa.RecordBatch.from_pydict(arrays)
-    # One uncompressed record batch: its buffers are mapped as they lie, and every column is one array.
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch)
+def _write_events(path: Path, columns: dict[str, Any], schema: Schema) -> None:
+    write_columns(path, columns)
 
 
 def _write_rejects(path: Path, table: pa.Table, valid: Validated, *, sample: int = 5, chunk: int = 8192) -> list[str]:

@@ -24,9 +24,12 @@ _LIMIT = 2.0**62 * _UNIT  # where an int64 of such units would overflow
 
 
 class Earlier:
-    """The earlier rows of each row: `keys` are int64 columns [n] (none: all rows), `time` is int64 [n]."""
+    """The earlier rows of each row: `keys` are int64 columns [n] (none: all rows), `time` is int64 [n].
 
-    def __init__(self, keys: list[Array], time: Array) -> None:
+    A row of time s is earlier than one of time t where s + delay < t.
+    """
+
+    def __init__(self, keys: list[Array], time: Array, *, delay: int = 0) -> None:
         n = len(time)
         # Already sorted by (user, time) logs keep their order for the user key: lexsort is stable.
         self.order = np.lexsort((time, *reversed(keys)))
@@ -42,6 +45,8 @@ class Earlier:
         self.time = ordered
         self.head = np.maximum.accumulate(np.where(changed, at, 0))  # first row of the key, in sorted order
         self.tie = np.maximum.accumulate(np.where(tied, at, 0))  # first row of the (key, time) group
+        if delay:  # the first row of the key that is too recent instead
+            self.tie = first_recent(self.head, ordered, delay)
 
     def sum(self, values: Array) -> NDArray[np.float64]:
         """Sum of `values` [n], each rounded to 2^-24, over the earlier rows of each row: [n] float64."""
@@ -65,6 +70,20 @@ class Earlier:
         return out
 
 
+def first_recent(head: Array, time: Array, delay: int) -> NDArray[np.int64]:
+    """For rows sorted by (key, time), the first of each row's key whose time is at least its own less `delay`.
+
+    head [n]: the first row of each row's key. One search in numbers that order the rows by (key, time).
+    """
+    if len(time) == 0:
+        return np.empty(0, np.int64)
+    first, span = int(time.min()), int(time.max()) - int(time.min()) + 1
+    key = np.cumsum(head == np.arange(len(head)), dtype=np.int64) - 1
+    if int(key[-1] + 1) * span >= 2**63:
+        raise ValueError(f"times span {span} s over {int(key[-1]) + 1} keys, too much for a delay")
+    return np.searchsorted(key * span + (time - first), key * span + np.maximum(time - first - delay, 0), side="left")
+
+
 def compute_counters(
     schema: Schema, columns: dict[str, Array], time: Array, labels: NDArray[np.float32], mask: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
@@ -79,12 +98,21 @@ def compute_counters(
     return out
 
 
+def task_delay(schema: Schema, task: str | None) -> int:
+    """Seconds after an event until counters see it, or see its label for `task`."""
+    if task is None:
+        return schema.delay
+    rule = schema.task(task)
+    columns = [rule.column, *([schema.task(rule.given).column] if rule.given else [])]
+    return max(schema.delay, *(schema.column(c).delay or 0 for c in columns))
+
+
 class _Work:
     """Shares the sort of a key and the rates that others are smoothed towards."""
 
     def __init__(self, schema: Schema, columns: dict[str, Array], time: Array, labels: Array, mask: Array) -> None:
         self.schema, self.columns, self.time, self.labels, self.mask = schema, columns, time, labels, mask
-        self._earlier: dict[tuple[str, ...], Earlier] = {}
+        self._earlier: dict[tuple[tuple[str, ...], int], Earlier] = {}
         self._base: dict[str, Array] = {}
         self._computed: dict[str, Array] = {}
 
@@ -93,10 +121,12 @@ class _Work:
         self._computed[counter.name] = out
         return out
 
-    def earlier(self, key: tuple[str, ...]) -> Earlier:
-        if key not in self._earlier:
-            self._earlier[key] = Earlier([self.columns[k] for k in key], self.time)
-        return self._earlier[key]
+    def earlier(self, key: tuple[str, ...], task: str | None = None) -> Earlier:
+        """The earlier rows with the same key; for sums over a task's labels, those whose labels are known."""
+        delay = task_delay(self.schema, task)
+        if (key, delay) not in self._earlier:
+            self._earlier[key, delay] = Earlier([self.columns[k] for k in key], self.time, delay=delay)
+        return self._earlier[key, delay]
 
     def task(self, counter: Counter) -> tuple[Array, Array]:
         """Label (0 where masked) and mask of the counter's task, [n] float64 each."""
@@ -110,7 +140,7 @@ class _Work:
         assert counter.task is not None
         if counter.task not in self._base:
             positive, seen = self.task(counter)
-            everyone = self.earlier(())
+            everyone = self.earlier((), counter.task)
             self._base[counter.task] = (everyone.sum(positive) + 0.5) / (everyone.sum(seen) + 1.0)
         return self._base[counter.task]
 
@@ -122,19 +152,19 @@ class _Work:
 
     def _rate(self, counter: Counter) -> Array:
         positive, seen = self.task(counter)
-        earlier = self.earlier(counter.key)
+        earlier = self.earlier(counter.key, counter.task)
         return (earlier.sum(positive) + counter.prior * self.base(counter)) / (earlier.sum(seen) + counter.prior)
 
     def _residual(self, counter: Counter) -> Array:
         assert counter.against is not None
         positive, seen = self.task(counter)
-        earlier = self.earlier(counter.key)
+        earlier = self.earlier(counter.key, counter.task)
         return earlier.sum(positive - seen * self._computed[counter.against]) / (earlier.sum(seen) + counter.prior)
 
     def _affinity(self, counter: Counter) -> Array:
         assert counter.over is not None
         positive, seen = self.task(counter)
-        earlier = self.earlier(counter.key)
+        earlier = self.earlier(counter.key, counter.task)
         rate = self._rate(counter)
         total, weight = np.zeros(len(rate)), np.zeros(len(rate))
         # One element at a time: the cumulative sums of all would be size times the log.

@@ -1,4 +1,8 @@
-"""The event log on disk: a folder with `events.arrow` (memory-mapped), `manifest.json` and `rejects.jsonl`."""
+"""The event log: a folder with Arrow files (memory-mapped), `manifest.json` and the rejected rows.
+
+`build_log` writes format 1, one file `events.arrow`; `prepare` and `append` write format 2, generations of parts, with
+index arrays beside them (see `gem_data.parts`). Both are read here.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
+from gem_data.parts import Generation, Part, Plan, Spread, Watched, map_columns, spread
+from gem_data.ragged import Ragged, spans
 from gem_data.schema import TIME, Schema, unknown
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from gem_data.vocabulary import Vocabulary
+
+FORMAT, FORMAT_PARTS = 1, 2
 EVENTS, MANIFEST, REJECTS = "events.arrow", "manifest.json", "rejects.jsonl"
 HISTORY_END, COUNTERS = "_history_end", "_counters"
 
@@ -42,12 +50,21 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def history_ends(user: Array, time: Array) -> NDArray[np.int64]:
-    """For rows sorted by (user, time), where the history of each ends: the first row of its (user, time) tie group."""
+def history_ends(user: Array, time: Array, *, delay: int = 0) -> NDArray[np.int64]:
+    """For rows sorted by (user, time), where the history of each ends: the first row of its user that is too recent.
+
+    Without delay that is the first row of the same (user, time): equal times are not history.
+    """
+    from gem_data.counters import first_recent
+
     n = len(user)
-    new = np.ones(n, bool)
-    new[1:] = (user[1:] != user[:-1]) | (time[1:] != time[:-1])
-    return np.maximum.accumulate(np.where(new, np.arange(n), 0))
+    new_user, new = np.ones(n, bool), np.ones(n, bool)
+    new_user[1:] = user[1:] != user[:-1]
+    new[1:] = new_user[1:] | (time[1:] != time[:-1])
+    at = np.arange(n)
+    if delay:
+        return first_recent(np.maximum.accumulate(np.where(new_user, at, 0)), time, delay)
+    return np.maximum.accumulate(np.where(new, at, 0))
 
 
 def label_arrays(schema: Schema, columns: Mapping[str, Array]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
@@ -59,22 +76,35 @@ def label_arrays(schema: Schema, columns: Mapping[str, Array]) -> tuple[NDArray[
 
 
 class EventLog:
-    """An opened log: rows sorted by (user, time), columns as read-only views of the memory-mapped file.
+    """An opened log: rows sorted by (user, time), columns as read-only views of the memory-mapped files.
 
-    Open one with `EventLog.open(folder)`; pickling one sends the folder's name, not the data.
+    Open one with `EventLog.open(folder)`; pickling one sends the folder's name, not the data. Where a log has several
+    parts, a column is a `Spread`, which is indexed by rows as an array is. What was appended to a log (`append`) comes
+    after the rows that were there, sorted by (user, time) in itself.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], schema: Schema, columns: dict[str, Array]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        schema: Schema,
+        generations: list[Generation],
+        files: list[Watched],
+    ) -> None:
         self.folder, self.manifest, self.schema = folder, manifest, schema
-        self._columns = columns
+        self.generations, self._files = generations, files
+        self._firsts = np.array([p.first for g in generations for p in g.parts], np.int64)
+        self._bases = np.array([g.first for g in generations], np.int64)
+        names = generations[0].parts[0].columns.keys()
+        self._columns = {n: spread([p.columns[n] for g in generations for p in g.parts], self._firsts) for n in names}
 
     @classmethod
     def open(cls, folder: str | Path, *, expect: Schema | None = None, verify: bool = False) -> EventLog:
         """Memory-map the log in `folder`.
 
         `expect` refuses a log of another schema, naming both fingerprints and what differs; `verify` also reads the
-        whole file to compare its SHA-256. Raises FileNotFoundError where there is no log, ValueError for a foreign,
-        truncated or changed one.
+        whole of every file to compare its SHA-256. Raises FileNotFoundError where there is no log, ValueError for a
+        foreign, truncated or changed one.
         """
         folder = Path(folder)
         manifest = _read_manifest(folder)
@@ -86,37 +116,49 @@ class EventLog:
             )
         if expect is not None:
             expect.require(schema, f"the log in {folder}")
-        path = folder / EVENTS
-        recorded = manifest["files"][EVENTS]
-        if not path.is_file():
-            raise FileNotFoundError(f"{folder} has a {MANIFEST} but no {EVENTS}")
-        size = path.stat().st_size
-        if size != recorded["bytes"]:
-            raise ValueError(
-                f"{path} has {size} bytes, but {recorded['bytes']} were written: truncated or replaced; build it again"
-            )
-        if verify and file_digest(path) != recorded["sha256"]:
-            raise ValueError(
-                f"{path} does not have the SHA-256 of the manifest: its content has changed; build it again"
-            )
-        return cls(folder, manifest, schema, _map(path, schema, manifest["rows"]))
+        files: list[Watched] = []
+        recorded = {n: r for n, r in manifest["files"].items() if n != REJECTS or verify}
+        for name, record in recorded.items():
+            path = folder / name
+            if not path.is_file():
+                raise FileNotFoundError(f"{folder} has a {MANIFEST} but no {name}")
+            file = Watched(path)
+            files.append(file)
+            if file.bytes != record["bytes"]:
+                raise ValueError(
+                    f"{path} has {file.bytes} bytes, but {record['bytes']} were written: truncated or replaced; "
+                    "build it again"
+                )
+            if verify and file_digest(path) != record["sha256"]:
+                raise ValueError(
+                    f"{path} does not have the SHA-256 of the manifest: its content has changed; build it again"
+                )
+        log = cls(folder, manifest, schema, _generations(folder, manifest, schema), files)
+        assert log.vocabularies is not None  # reading them checks them
+        return log
 
     def __reduce__(self) -> Any:
-        return EventLog.open, (self.folder,)
+        return _reopen, (self.folder, self.digest)
 
     def __len__(self) -> int:
         return int(self.manifest["rows"])
 
     def __repr__(self) -> str:
-        return f"EventLog({str(self.folder)!r}: {self.schema.name}, {len(self)} rows, {len(self.users)} users)"
+        users = self.manifest.get("users", "?")
+        return f"EventLog({str(self.folder)!r}: {self.schema.name}, {len(self)} rows, {users} users)"
 
     @property
     def digest(self) -> str:
         """SHA-256 of the events: the same data and the same schema, whatever the folder."""
-        return str(self.manifest["files"][EVENTS]["sha256"])
+        return str(self.manifest.get("digest") or self.manifest["files"][EVENTS]["sha256"])
+
+    def require_unchanged(self) -> None:
+        """Raise ValueError if a file of the log was written to since it was opened (a few microseconds a file)."""
+        for file in self._files:
+            file.require_unchanged()
 
     def column(self, name: str) -> Array:
-        """A column as a zero-copy, read-only view: [n] int64 or float32, or [n, size] float32. "time" is one."""
+        """A column as a zero-copy, read-only view: [n] int64 or float32, [n, size] float32, or lists. "time" is one."""
         if name not in self._columns or name.startswith("_"):
             raise ValueError(unknown("column", name, [TIME, *(c.name for c in self.schema.columns)]))
         return self._columns[name]
@@ -128,47 +170,191 @@ class EventLog:
 
     @property
     def user(self) -> NDArray[np.int64]:
-        """The user of each row, [n] int64, ascending."""
+        """The user of each row, [n] int64, ascending (within a generation)."""
         return self._columns[self.schema.user]
 
-    @property
+    @cached_property
     def counters(self) -> NDArray[np.float32]:
         """The streamed counters, [n, C] float32."""
-        return self._columns[COUNTERS]
-
-    @cached_property
-    def user_offsets(self) -> NDArray[np.int64]:
-        """Where each user's rows begin, [users + 1] int64; the last is n."""
-        starts = np.flatnonzero(np.diff(self.user, prepend=-1))
-        return np.append(starts, len(self)).astype(np.int64)
+        empty = np.empty((0, 0), np.float32)
+        if not self.schema.counters:
+            return np.empty((len(self), 0), np.float32)
+        if COUNTERS in self._columns:
+            return self._columns[COUNTERS]
+        arrays = [g.stored("counters") for g in self.generations]
+        return spread([empty if a is None else a for a in arrays], self._bases)
 
     @property
+    def user_offsets(self) -> NDArray[np.int64]:
+        """Where each user's rows begin, [users + 1] int64; the last is n. For a log that was never appended to."""
+        if len(self.generations) > 1:
+            raise ValueError(f"{self.folder} was appended to, so a user's rows are in several places; use events()")
+        return self.generations[0].starts
+
+    @cached_property
     def users(self) -> NDArray[np.int64]:
         """The users that have events, ascending."""
-        return self.user[self.user_offsets[:-1]]
+        found = [g.users for g in self.generations]
+        return found[0] if len(found) == 1 else np.unique(np.concatenate(found))
+
+    @cached_property
+    def by_time(self) -> NDArray[np.int64]:
+        """All rows in order of time, equal times in the order of the log: [n] int64."""
+        if len(self.generations) == 1:
+            return self.generations[0].by_time
+        return np.concatenate([g.by_time + g.first for g in self.generations])
 
     def rows(self, rows: Any) -> NDArray[np.int64]:
         """`rows` as int64 indices [B]. Raises ValueError naming the first that is not a row."""
         index = np.asarray(rows, dtype=np.int64).reshape(-1)
-        bad = index[(index < 0) | (index >= len(self))]
-        if bad.size:
+        if index.size and (index.min() < 0 or index.max() >= len(self)):
+            bad = index[(index < 0) | (index >= len(self))]
             raise ValueError(f"row {bad[0]} is outside the log, which has rows 0 to {len(self) - 1}")
         return index
 
+    def source_rows(self, name: str) -> NDArray[np.int64]:
+        """The rows of a source's events, ascending: the samples, where only some types of events are predicted."""
+        return np.concatenate([self._source(g, name) + g.first for g in self.generations])
+
+    def plan(self, index: NDArray[np.int64]) -> Plan:
+        """Where rows [B] lie, to take several columns of them with `take`."""
+        return Plan.of(index, self._firsts)
+
+    def take(self, name: str, plan: Plan) -> Array:
+        """The rows of `plan` of a column: [B] or [B, size], or Ragged."""
+        column = self._columns[name]
+        return column.take_plan(plan) if isinstance(column, Spread) else column.take(plan.pieces[0][2], axis=0)
+
+    @cached_property
+    def vocabularies(self) -> dict[str, Vocabulary]:
+        """The vocabulary of each column that has one, checked against the schema."""
+        from gem_data.vocabulary import Vocabulary, vocabulary_file
+
+        coded = [c for c in self.schema.columns if c.vocabulary]
+        return {c.name: Vocabulary.read(self.folder / vocabulary_file(c.name), c) for c in coded}
+
+    @property
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Count, mean, std, min and max of each float and vector column and counter, as lists over their width."""
+        return dict(self.manifest.get("statistics", {}))
+
+    # Histories.
+
     def history(self, rows: Any, max_history: int) -> History:
-        """The most recent `max_history` events of each row's user with a strictly earlier time. Vectorised."""
+        """The most recent `max_history` events of each row's user with a strictly earlier time. Vectorised.
+
+        For a log that was never appended to, and all types of events; `events` knows the others too.
+        """
+        index, _ = self._checked(rows, max_history)
+        if len(self.generations) > 1:
+            raise ValueError(f"{self.folder} was appended to, so a history is in several places; use events()")
+        end = self._history_end(index)
+        starts = self.generations[0].starts
+        segment = np.searchsorted(starts, index, side="right") - 1
+        return History(start=np.maximum(starts[segment], end - max_history), end=end)
+
+    def events(self, rows: Any, max_history: int, source: str | None = None) -> tuple[Array, NDArray[np.int64]]:
+        """The rows [T] of the events of each row's history, ascending in time, and offsets [B + 1].
+
+        `source` is one of the schema's; without it, all events count.
+        """
+        index, source = self._checked(rows, max_history, source)
+        if source is None and len(self.generations) == 1:
+            history = self.history(index, max_history)
+            return spans(history.start, history.lengths)
+        low, high = self._segments(index, max_history, source)
+        events, offsets = spans(low.reshape(-1), (high - low).reshape(-1))
+        if source is not None:
+            arrays = [self._source(g, source) for g in self.generations]
+            firsts = np.cumsum([0, *(len(a) for a in arrays)])
+            if len(arrays) == 1:
+                events = arrays[0].take(events)
+            else:
+                of = np.searchsorted(firsts[1:-1], events, side="right")
+                shifted = Spread(arrays=arrays, firsts=firsts[:-1]).take(events)
+                events = shifted + self._bases[of]
+        return events, offsets[:: len(self.generations)]
+
+    def history_lengths(self, rows: Any, max_history: int, source: str | None = None) -> NDArray[np.int64]:
+        """The number of events of each row's history, [B] int64: what balance needs, without reading them."""
+        index, source = self._checked(rows, max_history, source)
+        if source is None and len(self.generations) == 1:
+            return self.history(index, max_history).lengths
+        low, high = self._segments(index, max_history, source)
+        return (high - low).sum(axis=1)
+
+    def _checked(self, rows: Any, max_history: int, source: str | None = None) -> tuple[Array, str | None]:
         if max_history < 0:
             raise ValueError(f"max_history must be 0 or more, not {max_history}")
-        index = self.rows(rows)
-        end = self._columns[HISTORY_END][index]
-        segment = np.searchsorted(self.user_offsets, index, side="right") - 1
-        return History(start=np.maximum(self.user_offsets[segment], end - max_history), end=end)
+        if source is not None and source not in self.schema.source_names:
+            raise ValueError(unknown("source", source, self.schema.source_names))
+        return self.rows(rows), source if self.schema.sources else None
+
+    def _history_end(self, index: Array) -> Array:
+        """Within the row's own generation, in rows of the log (parts store it relative to themselves)."""
+        plan = self.plan(index)
+        if len(self._firsts) == 1:
+            return self.take(HISTORY_END, plan)
+        base = self._firsts[np.searchsorted(self._firsts, index, side="right") - 1]
+        return self.take(HISTORY_END, plan) + base
+
+    def _source(self, generation: Generation, name: str) -> Array:
+        for source in self.schema.sources:
+            if source.name == name:
+                return generation.source_rows(name, source.column, source.values)
+        raise ValueError(unknown("source", name, [s.name for s in self.schema.sources]))
+
+    def _segments(self, index: Array, max_history: int, source: str | None) -> tuple[Array, Array]:
+        """[B, G] each: where the history lies in each generation, in rows or, for a source, in its rows' order."""
+        own = np.searchsorted(self._bases, index, side="right") - 1
+        plan = self.plan(index)
+        user, time, end = self.take(self.schema.user, plan), self.take(TIME, plan), self._history_end(index)
+        shape = (len(index), len(self.generations))
+        low, high = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        left = np.full(len(index), max_history)
+        counts = [0] if source is None else np.cumsum([0, *(len(self._source(g, source)) for g in self.generations)])
+        for g in reversed(range(shape[1])):
+            generation = self.generations[g]
+            here = np.flatnonzero(own >= g)
+            begin, stop = generation.segments(user[here])
+            mine = own[here] == g
+            stop = np.where(mine, end[here] - generation.first, stop)
+            if self.schema.delay and not mine.all():
+                old = np.flatnonzero(~mine)
+                times = generation.column(TIME)
+                stop[old] = _bisect(times, begin[old], stop[old], time[here][old] - self.schema.delay)
+            if source is not None:
+                rows = self._source(generation, source)
+                begin, stop = np.searchsorted(rows, begin), np.searchsorted(rows, stop)
+            begin = np.maximum(begin, stop - left[here])
+            left[here] -= stop - begin
+            base = generation.first if source is None else counts[g]
+            low[here, g], high[here, g] = begin + base, stop + base
+        return low, high
 
     def labels(self, rows: Any) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Labels [B, K] float32 (0 where masked) and mask [B, K] bool, tasks in the schema's order."""
-        index = self.rows(rows)
+        plan = self.plan(self.rows(rows))
         needed = {t.column for t in self.schema.tasks}
-        return label_arrays(self.schema, {name: self._columns[name][index] for name in needed})
+        return label_arrays(self.schema, {name: self.take(name, plan) for name in needed})
+
+
+def _bisect(times: Array, low: Array, high: Array, bound: Array) -> Array:
+    """The first position in [low, high) whose time is `bound` or more, for each: as searchsorted, in segments."""
+    low, high = low.copy(), high.copy()
+    while (open_ := np.flatnonzero(low < high)).size:
+        middle = (low[open_] + high[open_]) // 2
+        less = times[middle] < bound[open_]
+        low[open_] = np.where(less, middle + 1, low[open_])
+        high[open_] = np.where(less, high[open_], middle)
+    return low
+
+
+def _reopen(folder: Path, digest: str) -> EventLog:
+    log = EventLog.open(folder)
+    if log.digest != digest:
+        raise ValueError(f"the log in {folder} was built again or appended to since it was opened: its digest differs")
+    return log
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -180,36 +366,49 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         version = manifest["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the manifest of an event log: {error!r}") from None
-    if version != FORMAT:
+    if version not in (FORMAT, FORMAT_PARTS):
         raise ValueError(
-            f"{path} has format {version!r}; this version of gem-data reads format {FORMAT}: build the log again"
+            f"{path} has format {version!r}; this version of gem-data reads formats {FORMAT} and {FORMAT_PARTS}: "
+            "build the log again"
         )
-    missing = {"schema", "fingerprint", "rows", "files"} - manifest.keys()
+    needed = {"schema", "fingerprint", "rows", "files", *(["generations", "digest"] if version == FORMAT_PARTS else [])}
+    missing = needed - manifest.keys()
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it is not a whole manifest")
     return dict(manifest)
 
 
-def _map(path: Path, schema: Schema, rows: int) -> dict[str, Array]:
-    try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path), "r"))
-        if reader.num_record_batches != 1:
-            raise ValueError(f"expected one record batch, found {reader.num_record_batches}")
-        batch = reader.get_batch(0)
-    except (pa.ArrowInvalid, OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable Arrow file of an event log: {error}") from None
-    expected = [TIME, *(c.name for c in schema.columns), HISTORY_END, *([COUNTERS] if schema.counters else [])]
-    if batch.schema.names != expected or batch.num_rows != rows:
-        raise ValueError(
-            f"{path} has {batch.num_rows} rows of columns {', '.join(batch.schema.names)}; "
-            f"its manifest says {rows} rows of {', '.join(expected)}"
-        )
-    columns = {name: _view(batch.column(name)) for name in expected}
-    columns.setdefault(COUNTERS, np.empty((rows, 0), np.float32))
-    return columns
+def _generations(folder: Path, manifest: dict[str, Any], schema: Schema) -> list[Generation]:
+    names = [TIME, *(c.name for c in schema.columns), HISTORY_END]
+    if manifest["format"] == FORMAT:
+        if schema.counters:
+            names.append(COUNTERS)
+        rows = int(manifest["rows"])
+        part = Part(first=0, rows=rows, columns=map_columns(folder / EVENTS, names, rows))
+        return [Generation(first=0, rows=rows, parts=[part], user=schema.user, stored=lambda _: None)]
+    found, first = [], 0
+    for record in manifest["generations"]:
+        parts, at = [], first
+        for part_record in record["parts"]:
+            rows = int(part_record["rows"])
+            columns = map_columns(folder / part_record["file"], names, rows)
+            parts.append(Part(first=at, rows=rows, columns=columns))
+            at += rows
+        arrays = dict(record["arrays"])
+
+        def stored(name: str, arrays: dict[str, str] = arrays) -> NDArray[Any] | None:
+            if name not in arrays:
+                return None
+            try:
+                return np.load(folder / arrays[name], mmap_mode="r").view(np.ndarray)
+            except (ValueError, OSError, EOFError) as error:
+                raise ValueError(f"{folder / arrays[name]} is not a readable array of a log: {error}") from None
+
+        found.append(Generation(first=first, rows=at - first, parts=parts, user=schema.user, stored=stored))
+        first = at
+    if first != manifest["rows"]:
+        raise ValueError(f"{folder / MANIFEST} says {manifest['rows']} rows, but its parts have {first}")
+    return found
 
 
-def _view(array: pa.Array) -> Array:
-    if pa.types.is_fixed_size_list(array.type):
-        return array.flatten().to_numpy(zero_copy_only=True).reshape(-1, array.type.list_size)
-    return array.to_numpy(zero_copy_only=True)
+__all__ = ["EventLog", "History", "Ragged", "file_digest", "history_ends", "label_arrays"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,16 +13,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from gem_data.ragged import Ragged
 from gem_data.schema import TIME, Column, Schema, unknown
 
 Array = NDArray[Any]
 
 # A row keeps the first reason that is found; 0 is a good row.
-REASONS = ("", "missing", "unparsable", "not finite", "not an integer", "out of range", "wrong size", "duplicate")
-MISSING, UNPARSABLE, NOT_FINITE, NOT_INTEGER, OUT_OF_RANGE, WRONG_SIZE, DUPLICATE = range(1, 8)
+REASONS = (
+    "", "missing", "unparsable", "not finite", "not an integer", "out of range", "wrong size", "duplicate", "late",
+)  # fmt: skip
+MISSING, UNPARSABLE, NOT_FINITE, NOT_INTEGER, OUT_OF_RANGE, WRONG_SIZE, DUPLICATE, LATE = range(1, 9)
+
+NO_KEY = np.iinfo(np.int64).min  # the key of a value that is missing where its column has a default
 
 # Seconds: the year 5138. Milliseconds of today are beyond it, so a wrong unit does not pass.
 TIME_LIMIT = 100_000_000_000
+_PLAIN = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _INTEGER = r"^[+-]?[0-9]{1,18}$"
 _FLOAT = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?$"
 _NOT_FINITE = r"(?i)^[+-]?(nan|inf|infinity)$"
@@ -28,12 +36,16 @@ _NOT_FINITE = r"(?i)^[+-]?(nan|inf|infinity)$"
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
-    """Typed columns of the good rows, and of each bad one its input row, reason code and column."""
+    """Typed columns of the good rows, and of each bad one its input row, reason code and column.
 
-    columns: dict[str, Array]  # name -> [N] int64 or float32, or [N, size] float32; input order
+    A column with a vocabulary holds int64 keys; `texts` has those that stand for text.
+    """
+
+    columns: dict[str, Array]  # name -> [N] int64 or float32, [N, size] float32, or Ragged [N]; input order
     rejected: NDArray[np.int64]  # input rows, ascending
     reasons: NDArray[np.int8]
     where: list[str]  # the column, "" for a duplicate
+    texts: dict[str, dict[int, str]] = field(default_factory=dict)  # column -> key -> text
 
     def counts(self) -> dict[str, int]:
         """Rejected rows by reason."""
@@ -56,10 +68,11 @@ def as_table(events: pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable
     return pa.Table.from_batches(batches)
 
 
-def validate(table: pa.Table, schema: Schema) -> Validated:
+def validate(table: pa.Table, schema: Schema, *, unique: bool = True) -> Validated:
     """Check every row of `table` against `schema`; a row with several faults is reported with the first.
 
-    Raises ValueError for a column that the table lacks, TypeError for one whose type can't hold the declared kind.
+    `unique` also looks for exact duplicates. Raises ValueError for a column that the table lacks, TypeError for one
+    whose type cannot hold the declared kind.
     """
     names = [TIME, *(c.name for c in schema.columns)]
     for name in names:
@@ -70,15 +83,16 @@ def validate(table: pa.Table, schema: Schema) -> Validated:
     fault = np.zeros(table.num_rows, np.int8)
     where = np.full(table.num_rows, -1, np.int64)
     columns: dict[str, Array] = {}
+    texts: dict[str, dict[int, str]] = {}
     for i, name in enumerate(names):
         array = _single(table.column(name))
-        values, found = _time(array) if name == TIME else _column(array, schema.column(name))
+        values, found = _time(array) if name == TIME else _column(array, schema.column(name), texts)
         columns[name] = values
         new = (fault == 0) & (found != 0)
         fault[new], where[new] = found[new], i
     good = np.flatnonzero(fault == 0)
     columns = {k: v[good] for k, v in columns.items()}
-    twice = duplicates(list(columns.values()))
+    twice = duplicates(list(columns.values())) if unique else np.empty(0, np.int64)
     fault[good[twice]] = DUPLICATE
     if twice.size:
         keep = np.ones(good.size, bool)
@@ -90,6 +104,7 @@ def validate(table: pa.Table, schema: Schema) -> Validated:
         rejected=rejected,
         reasons=fault[rejected],
         where=[names[w] if w >= 0 else "" for w in where[rejected]],
+        texts=texts,
     )
 
 
@@ -102,6 +117,9 @@ def duplicates(columns: list[Array]) -> NDArray[np.int64]:
     n = len(columns[0])
     key = np.zeros(n, np.uint64)
     for column in columns:
+        if isinstance(column, Ragged):
+            key = mix64(key ^ _list_hash(column)) + np.uint64(0x9E3779B97F4A7C15)
+            continue
         for part in column.T if column.ndim == 2 else (column,):
             bits = (part + 0.0).astype(np.float64).view(np.uint64) if part.dtype.kind == "f" else part.astype(np.uint64)
             key = mix64(key ^ bits) + np.uint64(0x9E3779B97F4A7C15)
@@ -115,9 +133,29 @@ def duplicates(columns: list[Array]) -> NDArray[np.int64]:
     a, b = order[suspects], first[suspects]
     same = np.ones(a.size, bool)
     for column in columns:
+        if isinstance(column, Ragged):
+            same &= _equal_lists(column.take(a), column.take(b))
+            continue
         equal = column[a] == column[b]
         same &= equal.all(axis=1) if equal.ndim == 2 else equal
     return np.sort(a[same])
+
+
+def _list_hash(lists: Ragged) -> NDArray[np.uint64]:
+    """A hash of each row: the sum of its mixed (position, value) pairs, wrapping around."""
+    at = np.arange(len(lists.values), dtype=np.int64) - np.repeat(lists.offsets[:-1], lists.lengths)
+    mixed = mix64(lists.values.astype(np.uint64) ^ mix64(at.astype(np.uint64) + np.uint64(1)))
+    total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+    return total[lists.offsets[1:]] - total[lists.offsets[:-1]] + mix64(lists.lengths.astype(np.uint64))
+
+
+def _equal_lists(a: Ragged, b: Ragged) -> NDArray[np.bool_]:
+    same = np.asarray(a.lengths == b.lengths)
+    rows = np.flatnonzero(same)
+    x, y = a.take(rows), b.take(rows)
+    wrong = np.concatenate([[0], np.cumsum(x.values != y.values)])
+    same[rows] = wrong[x.offsets[1:]] == wrong[x.offsets[:-1]]
+    return same
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -136,15 +174,84 @@ def _single(chunked: pa.ChunkedArray) -> pa.Array:
     return array.dictionary_decode() if isinstance(array, pa.DictionaryArray) else array
 
 
-def _column(array: pa.Array, column: Column) -> tuple[Array, NDArray[np.int8]]:
+def _column(array: pa.Array, column: Column, texts: dict[str, dict[int, str]]) -> tuple[Any, NDArray[np.int8]]:
+    if column.kind == "ids":
+        return _lists(array, column, texts)
     if column.kind == "vector":
-        return _vector(array, column)
-    values, fault = _numbers(array, column.name)
-    if column.kind == "float":
-        return _to_float32(values, fault)
-    values = _to_integers(values, fault)
-    _mark(fault, (values < 0) | (values >= int(column.cardinality or 0)), OUT_OF_RANGE)
+        values, fault = _vector(array, column)
+    elif column.kind == "float":
+        values, fault = _to_float32(*_numbers(array, column.name))
+    else:
+        values, fault = _ids(array, column, texts)
+    if column.default is not None:
+        filled = fault == MISSING
+        values[filled] = NO_KEY if column.vocabulary else column.default
+        fault[filled] = 0
     return values, fault
+
+
+def _ids(array: pa.Array, column: Column, texts: dict[str, dict[int, str]]) -> tuple[Array, NDArray[np.int8]]:
+    """ids in their range, bit masks in theirs, or the keys of a vocabulary (any int64 but NO_KEY, or text)."""
+    if column.vocabulary and (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
+        return _text_keys(array, texts.setdefault(column.name, {}))
+    values, fault = _numbers(array, column.name)
+    values = _to_integers(values, fault)
+    if column.vocabulary:
+        _mark(fault, values == NO_KEY, OUT_OF_RANGE)
+    else:
+        limit = 1 << int(column.size or 0) if column.kind == "bits" else int(column.cardinality or 0)
+        _mark(fault, (values < 0) | (values >= limit), OUT_OF_RANGE)
+    return values, fault
+
+
+def _text_keys(array: pa.Array, texts: dict[int, str]) -> tuple[Array, NDArray[np.int8]]:
+    """Text as int64: a plain decimal number is itself, other text 64 bits of its BLAKE2b digest; empty is missing."""
+    coded = pc.utf8_trim_whitespace(array).dictionary_encode()
+    keys = np.empty(len(coded.dictionary) + 1, np.int64)
+    empty = np.zeros(len(keys), bool)
+    empty[-1] = True  # of nulls
+    for i, text in enumerate(coded.dictionary.to_pylist()):
+        empty[i] = not text
+        if _PLAIN.fullmatch(text):
+            keys[i] = int(text)
+        else:
+            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+            keys[i] = max(int.from_bytes(digest, "little", signed=True), NO_KEY + 1)
+            if text:
+                texts[int(keys[i])] = text
+    keys[-1] = 0
+    at = coded.indices.fill_null(len(keys) - 1).to_numpy(zero_copy_only=False)
+    return keys[at], np.where(empty[at], MISSING, 0).astype(np.int8)
+
+
+def keys_of(array: pa.Array) -> NDArray[np.int64]:
+    """Keys [n] of text or integers, NO_KEY for what is missing. Raises ValueError for what is no key."""
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        keys, fault = _text_keys(array, {})
+    else:
+        values, fault = _numbers(array, "keys")
+        keys = _to_integers(values, fault)
+    bad = np.flatnonzero(fault > MISSING)
+    if bad.size:
+        raise ValueError(f"{array[int(bad[0])].as_py()!r} is {REASONS[fault[bad[0]]]}, so it is no key of a vocabulary")
+    return np.where(fault == MISSING, NO_KEY, keys)
+
+
+def _lists(array: pa.Array, column: Column, texts: dict[str, dict[int, str]]) -> tuple[Ragged, NDArray[np.int8]]:
+    kind, n = array.type, len(array)
+    if pa.types.is_null(kind):
+        array = pa.array([None] * n, pa.large_list(pa.int64()))
+    elif not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        raise TypeError(f"column {column.name!r} has the Arrow type {kind}; expected a list of integers")
+    null = pc.is_null(array).to_numpy(zero_copy_only=False)
+    fault = np.where(null & (column.default is None), MISSING, 0).astype(np.int8)
+    lengths = np.asarray(pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False), np.int64)
+    lengths[null] = 0
+    values, inner = _ids(pc.list_flatten(array), column, texts)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    wrong = np.flatnonzero(inner)[::-1]  # backwards, so that the first faulty element of a row speaks for it
+    fault[np.searchsorted(offsets, wrong, side="right") - 1] = inner[wrong]
+    return Ragged(np.asarray(values, np.int64), offsets), fault
 
 
 def _time(array: pa.Array) -> tuple[Array, NDArray[np.int8]]:

@@ -1,0 +1,266 @@
+"""How a log lies on disk: generations of parts. A part is one Arrow file, mapped into memory, of some users' events.
+
+A generation is sorted by (user, time) over all its parts, so that a row number does not depend on how many parts there
+are. Generations follow one another in time: what was appended later is strictly later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from gem_data.ragged import Ragged
+
+Array = Any  # an NDArray, a Ragged or a Spread: all have len, take and [rows]
+Index = NDArray[np.int64]
+
+
+class Watched:
+    """A mapped file that is kept open, to notice when somebody writes into it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO = path.open("rb")
+        self._state = self._look()
+
+    def _look(self) -> tuple[int, int]:
+        state = os.fstat(self._file.fileno())
+        return state.st_size, state.st_mtime_ns
+
+    @property
+    def bytes(self) -> int:
+        """The size when it was opened."""
+        return self._state[0]
+
+    def require_unchanged(self) -> None:
+        """Raise ValueError if the file was written to; reading on could crash the process."""
+        now = self._look()
+        if now != self._state:
+            raise ValueError(
+                f"{self.path} was changed under the memory map ({self._state[0]} bytes before, {now[0]} now): "
+                "logs are never written in place; build it again and open it anew"
+            )
+
+    def __del__(self) -> None:
+        if "_file" in vars(self):  # not where opening it failed
+            self._file.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The columns of rows [first, first + rows) of the log."""
+
+    first: int
+    rows: int
+    columns: Mapping[str, Array]
+
+
+def map_columns(path: Path, expected: Sequence[str], rows: int) -> dict[str, Array]:
+    """Zero-copy, read-only columns of one Arrow file. Raises ValueError for a file that is not what was written."""
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path), "r"))
+        if reader.num_record_batches != 1:
+            raise ValueError(f"expected one record batch, found {reader.num_record_batches}")
+        batch = reader.get_batch(0)
+    except (pa.ArrowInvalid, OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable Arrow file of an event log: {error}") from None
+    if batch.schema.names != list(expected) or batch.num_rows != rows:
+        raise ValueError(
+            f"{path} has {batch.num_rows} rows of columns {', '.join(batch.schema.names)}; "
+            f"its manifest says {rows} rows of {', '.join(expected)}"
+        )
+    return {name: _view(batch.column(name)) for name in expected}
+
+
+def _view(array: pa.Array) -> Array:
+    if pa.types.is_fixed_size_list(array.type):
+        return array.flatten().to_numpy(zero_copy_only=True).reshape(-1, array.type.list_size)
+    if pa.types.is_large_list(array.type):
+        return Ragged(array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy(zero_copy_only=True))
+    return array.to_numpy(zero_copy_only=True)
+
+
+def to_arrow(values: Array) -> pa.Array:
+    """The inverse of the view: [n], [n, size] or Ragged to an Arrow array."""
+    if isinstance(values, Ragged):
+        return pa.LargeListArray.from_arrays(pa.array(values.offsets), pa.array(values.values))
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]) if values.ndim == 2 else flat
+
+
+def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
+    """One uncompressed record batch: its buffers are mapped as they lie, and every column is one array."""
+    batch = pa.RecordBatch.from_pydict({name: to_arrow(values) for name, values in columns.items()})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Rows [n] sorted into parts: of each part that holds some, its number, their places in [0, n) and local rows.
+
+    Made once for a batch, used for every column. `None` for the places: all, in order.
+    """
+
+    size: int
+    pieces: list[tuple[int, Index | None, Index]]
+
+    @classmethod
+    def of(cls, rows: Index, firsts: Index) -> Plan:
+        """`firsts` [parts]: the first row of each part, ascending."""
+        if len(firsts) == 1:
+            return cls(size=len(rows), pieces=[(0, None, rows - firsts[0] if firsts[0] else rows)])
+        part = (np.searchsorted(firsts, rows, side="right") - 1).astype(np.int16)
+        order = np.argsort(part, kind="stable")  # a radix sort, for 16 bits
+        ends = np.cumsum(np.bincount(part, minlength=len(firsts)))
+        pieces: list[tuple[int, Index | None, Index]] = []
+        for p, end in enumerate(ends.tolist()):
+            begin = int(ends[p - 1]) if p else 0
+            if end == len(rows) and begin == 0:
+                return cls(size=len(rows), pieces=[(p, None, rows - firsts[p])])
+            if end > begin:
+                where = order[begin:end]
+                pieces.append((p, where, rows[where] - firsts[p]))
+        return cls(size=len(rows), pieces=pieces)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A column over several parts, to be indexed by rows; `numpy.asarray` copies it into one array."""
+
+    arrays: Sequence[Array]
+    firsts: Index
+
+    def take_plan(self, plan: Plan) -> Array:
+        """The rows of a plan."""
+        if len(plan.pieces) == 1 and plan.pieces[0][1] is None:
+            p, _, local = plan.pieces[0]
+            return self.arrays[p].take(local, axis=0)
+        some = self.arrays[0]
+        if isinstance(some, Ragged):
+            return self._lists(plan)
+        out = np.empty((plan.size, *some.shape[1:]), some.dtype)
+        for p, where, local in plan.pieces:
+            out[where] = self.arrays[p].take(local, axis=0)
+        return out
+
+    def _lists(self, plan: Plan) -> Ragged:
+        found = [self.arrays[p].take(local) for p, _, local in plan.pieces]
+        order = np.concatenate([np.empty(0, np.int64), *(where for _, where, _ in plan.pieces if where is not None)])
+        back = np.empty(plan.size, np.int64)
+        back[order] = np.arange(plan.size)
+        return Ragged.concat(found).take(back)
+
+    def take(self, rows: Any, axis: int = 0) -> Array:
+        """The given rows."""
+        return self.take_plan(Plan.of(np.asarray(rows, np.int64), self.firsts))
+
+    def __len__(self) -> int:
+        return sum(len(a) for a in self.arrays)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of one array."""
+        return (len(self), *self.arrays[0].shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """As of one array."""
+        return self.arrays[0].dtype
+
+    @property
+    def ndim(self) -> int:
+        """As of one array."""
+        return self.arrays[0].ndim
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if isinstance(self.arrays[0], Ragged):
+            raise TypeError("a column of lists is no array; index it by rows")
+        return np.concatenate(self.arrays).astype(dtype or self.dtype, copy=False)
+
+    def __getitem__(self, key: Any) -> Array:
+        if isinstance(key, int | np.integer):
+            row = int(key) + (len(self) if key < 0 else 0)
+            return self.take(np.array([row]))[0]
+        if isinstance(key, slice):
+            return self.take(np.arange(*key.indices(len(self))))
+        key = np.asarray(key)
+        return self.take(np.flatnonzero(key) if key.dtype == bool else np.where(key < 0, key + len(self), key))
+
+    def tolist(self) -> list[Any]:
+        """Plain values."""
+        return [value for a in self.arrays for value in a.tolist()]
+
+
+def spread(arrays: Sequence[Array], firsts: Index) -> Array:
+    """One array as it is, several as a Spread."""
+    return arrays[0] if len(arrays) == 1 else Spread(arrays=arrays, firsts=firsts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Rows [first, first + rows): its parts, and what is found of it on disk or else computed when asked for.
+
+    `stored` loads an index array by its name ("users", "starts", "by_time", "counters", "source.NAME"), or None.
+    """
+
+    first: int
+    rows: int
+    parts: Sequence[Part]
+    user: str
+    stored: Callable[[str], NDArray[Any] | None]
+    _sources: dict[str, Index] = field(default_factory=dict)
+
+    @cached_property
+    def firsts(self) -> Index:
+        """The first row of each part."""
+        return np.array([p.first for p in self.parts], np.int64)
+
+    def column(self, name: str) -> Array:
+        """A column of the generation, indexed from 0."""
+        return spread([p.columns[name] for p in self.parts], self.firsts - self.first)
+
+    @cached_property
+    def starts(self) -> Index:
+        """Where each user's rows begin, relative to `first`, and at last `rows`: [users + 1]."""
+        stored = self.stored("starts")
+        if stored is not None:
+            return stored
+        user = np.asarray(self.column(self.user))
+        return np.append(np.flatnonzero(np.diff(user, prepend=-1)), self.rows).astype(np.int64)
+
+    @cached_property
+    def users(self) -> Index:
+        """The users, ascending."""
+        stored = self.stored("users")
+        return self.column(self.user)[self.starts[:-1]] if stored is None else stored
+
+    @cached_property
+    def by_time(self) -> Index:
+        """The rows, relative to `first`, in order of time, equal times in their own."""
+        stored = self.stored("by_time")
+        return np.argsort(np.asarray(self.column("time")), kind="stable") if stored is None else stored
+
+    def source_rows(self, name: str, column: str, values: Sequence[int]) -> Index:
+        """The rows, relative to `first` and ascending, whose `column` is one of `values`."""
+        if name not in self._sources:
+            stored = self.stored(f"source.{name}")
+            found = np.flatnonzero(np.isin(np.asarray(self.column(column)), values)) if stored is None else stored
+            self._sources[name] = found.astype(np.int64, copy=False)
+        return self._sources[name]
+
+    def segments(self, user: Index) -> tuple[Index, Index]:
+        """Where the rows of users begin and end, relative to `first`; equal where a user has none."""
+        at = np.searchsorted(self.users, user)
+        known = at < len(self.users)
+        known[known] = self.users[at[known]] == user[known]
+        at = np.where(known, at, 0)
+        return self.starts[at], np.where(known, self.starts[at + 1], self.starts[at])

@@ -1,0 +1,49 @@
+"""Mean, spread and range of the dense features, gathered part by part and saved with the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(kw_only=True)
+class Moments:
+    """Count, mean, sum of squared deviations and range of columns [n, width], merged as Chan et al. (1979)."""
+
+    count: int = 0
+    mean: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    squares: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    low: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    high: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Take in rows [n] or [n, width]."""
+        x = np.asarray(values, np.float64).reshape(len(values), -1)
+        n = len(x)
+        if n == 0:
+            return
+        mean = x.mean(axis=0)
+        squares = ((x - mean) ** 2).sum(axis=0)
+        low, high = x.min(axis=0), x.max(axis=0)
+        if self.count == 0:
+            self.count, self.mean, self.squares, self.low, self.high = n, mean, squares, low, high
+            return
+        total, delta = self.count + n, mean - self.mean
+        self.squares = self.squares + squares + delta**2 * (self.count * n / total)
+        self.mean = self.mean + delta * (n / total)
+        self.low, self.high, self.count = np.minimum(self.low, low), np.maximum(self.high, high), total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for the manifest: count, and mean, std (of the population), min and max for each column."""
+        std = np.sqrt(self.squares / max(1, self.count))
+        values = {"mean": self.mean, "std": std, "min": self.low, "max": self.high}
+        return {"count": self.count, **{k: v.tolist() for k, v in values.items()}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Moments:
+        """The inverse of `to_dict`, but for rounding."""
+        mean, std, low, high = (np.array(data[k], np.float64) for k in ("mean", "std", "min", "max"))
+        return cls(count=data["count"], mean=mean, squares=std**2 * data["count"], low=low, high=high)
