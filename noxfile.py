@@ -35,7 +35,9 @@ def siblings(package: str) -> list[str]:
 def engines(package: str) -> list[str]:
     """CPU pins of the engines that the package needs (see tools/cpu.txt)."""
     lines = [line for line in (ROOT / "tools" / "cpu.txt").read_text().splitlines() if line and line[0] not in "#-"]
-    wants_torchrec = any("torchrec" in (ROOT / "packages" / s / "pyproject.toml").read_text() for s in siblings(package))
+    wants_torchrec = any(
+        "torchrec" in (ROOT / "packages" / s / "pyproject.toml").read_text() for s in siblings(package)
+    )
     needed = ("torch==", "triton==", "numpy", "psutil") + (("./tools/fbgemm", "torchrec==") if wants_torchrec else ())
     return [line for line in lines if line.startswith(needed)]
 
@@ -124,7 +126,9 @@ def one_package(package: str) -> None:
         session.run(python, str(ROOT / "tools" / "check_wheel.py"), package, external=True)
 
     tests_alone.__doc__ = f"{package} and what it depends on, in their own environment."
-    wheel_alone.__doc__ = f"The wheel of {package}, alone in an empty environment: every module imports, the README runs."
+    wheel_alone.__doc__ = (
+        f"The wheel of {package}, alone in an empty environment: every module imports, the README runs."
+    )
 
 
 for name in PACKAGES:

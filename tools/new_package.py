@@ -1,7 +1,7 @@
 """Create the skeleton of a package: `python tools/new_package.py gem-foo "One line." dep1 dep2`.
 
-Every package has the same bones (its own version, README, changelog, licence marker, typed marker and a first test), so that
-a new one starts complete and the existing ones stay alike.
+Every package has the same bones (its own version, README, changelog, licence, typed marker and a first test), so that a new
+one starts complete and the existing ones stay alike.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ path = "src/{module}/__about__.py"
 packages = ["src/{module}"]
 """
 
+INIT = '''\
+"""{summary}"""
+
+from {module}.__about__ import __version__
+
+__all__ = ["__version__"]
+'''
+
 
 def create(root: Path, name: str, summary: str, dependencies: list[str]) -> Path:
     """Write the skeleton under `root / "packages" / name`; refuse to touch an existing folder."""
@@ -55,7 +63,7 @@ def create(root: Path, name: str, summary: str, dependencies: list[str]) -> Path
         "CHANGELOG.md": f"# Changelog of {name}\n\nFragments of the next release are in `changes/`.\n",
         "changes/.gitignore": "!.gitignore\n",
         f"src/{module}/__about__.py": '__version__ = "0.1.0"\n',
-        f"src/{module}/__init__.py": f'"""{summary}"""\n\nfrom {module}.__about__ import __version__\n\n__all__ = ["__version__"]\n',
+        f"src/{module}/__init__.py": INIT.format(module=module, summary=summary),
         f"src/{module}/py.typed": "",
         "tests/test_package.py": (
             f"import {module}\n\n\ndef test_version_is_semantic():\n"
@@ -70,6 +78,7 @@ def create(root: Path, name: str, summary: str, dependencies: list[str]) -> Path
 
 
 def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", help="distribution name, e.g. gem-foo")
     parser.add_argument("summary", help="one sentence")

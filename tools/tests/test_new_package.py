@@ -10,7 +10,8 @@ TOOL = Path(__file__).resolve().parents[1] / "new_package.py"
 
 def load():
     spec = importlib.util.spec_from_file_location("new_package", TOOL)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
