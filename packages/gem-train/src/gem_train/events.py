@@ -114,7 +114,7 @@ def truncate(path: Path, step: int) -> int:
 
 def _drop_torn_line(path: Path) -> None:
     """Cut off a last line without its newline, so that what is appended next starts a line of its own."""
-    if path.exists():
+    if path.is_file():
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):

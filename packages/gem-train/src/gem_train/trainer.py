@@ -227,17 +227,16 @@ class Trainer:
         self.parts.events.metric("eval", step, split="validation", ne=ne, tasks=found)
         self.parts.progress.evaluated(step, ne, found)
         self.position.evaluated = step
-        if not ne < self.position.best_ne:
+        if not (self.config.train.keep_best and ne < self.position.best_ne):
             return False
         self.position.best_ne, self.position.best_step = ne, step
-        if self.config.train.keep_best:
-            self._save_to(self.best, {"model": self.model.state_dict()["model"]})
+        self._save_to(self.best, {"model": self.model.state_dict()["model"]})
         return True
 
     def load_best(self) -> str:
         """Put the weights to be tested into the model and say which they are."""
         best, last = self.position.best_step, self.position.step
-        if not self.config.train.keep_best or best is None or best == last:
+        if best is None or best == last:
             return f"the last ones, step {last}"
         try:
             state = {"model": self.model.state_dict()["model"]}

@@ -1,0 +1,174 @@
+"""The command line: quick, and polite about mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from importlib.metadata import EntryPoint
+
+import pytest
+from gem_train import recipes
+from gem_train.cli import main
+from gem_train.config import RunConfig, from_toml
+
+PROBE = """
+import sys, time
+began = time.perf_counter()
+from gem_train.cli import main
+try:
+    main({arguments!r})
+except SystemExit:
+    pass
+heavy = {{"torch", "torchrec", "triton", "matplotlib"}}
+print(time.perf_counter() - began, sorted(heavy & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def probe(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(arguments=list(arguments))], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    seconds, loaded = done.stderr.strip().splitlines()[-1].split(" ", 1)
+    return float(seconds), loaded, done.stdout
+
+
+def test_help_is_quick_and_imports_no_torch():
+    found = [probe("--help") for _ in range(3)]
+    assert all(loaded == "[]" for _, loaded, _ in found)
+    assert all("COMMAND" in out for _, _, out in found)
+    assert min(seconds for seconds, _, _ in found) < 0.5
+
+
+@pytest.mark.parametrize("arguments", [("recipes",), ("show", "ml100k"), ("run", "--help")])
+def test_light_commands_import_no_torch(arguments):
+    assert probe(*arguments)[1] == "[]"
+
+
+def test_help_from_the_shell_takes_less_than_half_a_second():
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "gem_train", "--help"], capture_output=True, check=True, timeout=60)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.5
+
+
+def test_recipes_are_listed_with_a_line_each(capsys):
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipes.names()
+    assert all(len(line.split()) > 4 for line in lines)
+
+
+def test_show_prints_what_config_reads(capsys, tmp_path):
+    assert main(["show", "synthetic", "--set", "optim.lr=0.5"]) == 0
+    file = tmp_path / "shown.toml"
+    file.write_text(capsys.readouterr().out)
+    assert from_toml(RunConfig, file).optim.lr == 0.5
+    assert main(["show", "--config", str(file), "--set", "data.batch_size=8"]) == 0
+    assert "batch_size = 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "sinthetic"], "did you mean 'synthetic'"),
+        (["run", "synthetic", "--set", "optim.lrr=1"], "did you mean 'optim.lr'"),
+        (["run", "synthetic", "--set", "optim.lr=high"], "optim.lr: got 'high'"),
+        (["run"], "name either a RECIPE"),
+        (["show", "synthetic", "--config", "x.toml"], "name either a RECIPE"),
+        (["run", "--config", "absent.toml"], "cannot read the configuration absent.toml"),
+        (["run", "synthetic", "--resume"], "--out DIR"),
+        (["run", "--resume", "--out", "absent"], "there is no run folder absent"),
+        (["run", "synthetic", "--resume", "--out", "absent"], "nothing to resume"),
+        (["eval", "absent"], "there is no run folder absent"),
+        (["report", "absent"], "there is no run folder absent"),
+        (["report", "."], "is not a run folder"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line_with_exit_code_2(arguments, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert error.startswith("gem-train: error: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(ValueError, match="unknown recipe"):
+        main(["run", "nothing", "--debug"])
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 2
+    assert "COMMAND" in capsys.readouterr().out
+
+
+def test_an_existing_folder_is_refused_with_both_ways_out(tmp_path, capsys):
+    (tmp_path / "precious.txt").write_text("do not touch")
+    assert main(["run", "synthetic", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "--resume" in error
+    assert "--out" in error
+    assert [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_other_packages_can_register_recipes(monkeypatch):
+    point = EntryPoint(name="ours", value="gem_train.recipes.builtin:synthetic", group=recipes.GROUP)
+    broken = EntryPoint(name="broken", value="no_such_module:recipe", group=recipes.GROUP)
+    wrong = EntryPoint(name="wrong", value="builtins:dict", group=recipes.GROUP)
+    monkeypatch.setattr(recipes, "entry_points", lambda group: [point, broken, wrong])
+    assert recipes.names() == ["broken", "ours", "wrong"]
+    assert recipes.load("ours").recipe == "ours"
+    with pytest.raises(ValueError, match="no_such_module"):
+        recipes.load("broken")
+    with pytest.raises(ValueError, match="expected a RunConfig"):
+        recipes.load("wrong")
+
+
+# doctor
+
+
+def test_doctor_examines_this_installation(capsys):
+    code = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["healthy"] else 1)
+    assert {k["operator"] for k in found["kernels"]} == {"jagged_attention", "gdpa", "block_attention", "rotary"}
+    assert all(k["why"] for k in found["kernels"])
+    assert found["versions"]["torch"]
+    assert found["devices"][0].startswith("cpu")
+    assert main(["doctor"]) == code
+    assert "Verdicts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "fbgemm", "good"),
+    [
+        ("2.13.0+cpu", "3.7.1", "1.8.0", [True, True]),
+        ("2.11.0+cu130", "3.6.0", "1.6.0", [True, True]),
+        ("2.13.0", "3.6.0", "1.8.0", [False, True]),
+        ("2.13.0", "3.7.1", "1.7.0", [True, False]),
+        ("2.13.0", None, None, [False, False]),
+        ("2.99.0", "3.7.1", "1.94.0", [True, True]),
+        (None, "3.7.1", "1.8.0", [False]),
+    ],
+)
+def test_the_match_of_versions(torch, triton, fbgemm, good):
+    from gem_train.doctor import match
+
+    found = match({"torch": torch, "triton": triton, "fbgemm-gpu": fbgemm, "fbgemm-gpu-cpu": None})
+    assert [v["good"] for v in found] == good
+
+
+def test_doctor_fails_on_a_mismatch(monkeypatch, capsys):
+    from gem_train import doctor
+
+    monkeypatch.setattr(doctor, "version", lambda name: {"torch": "2.13.0", "triton": "3.1.0"}.get(name, "1.8.0"))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "BAD torch 2.13.0 with triton 3.1.0: expected triton 3.7" in out
