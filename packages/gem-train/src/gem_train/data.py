@@ -161,14 +161,21 @@ def dense_statistics(data: Data) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def base_rates(data: Data) -> list[float]:
-    """The mean label of each task over the training split. Raises ValueError for a task with one class or no label."""
+    """The mean label of each task over the training split.
+
+    Raises ValueError for a task whose training labels are not of both classes, or that has no label in another part:
+    found out here, not after the first epoch.
+    """
     labels, mask = data.log.labels(data.split.train)
     seen, positive = mask.sum(axis=0), (labels * mask).sum(axis=0, dtype=np.float64)
     for name, n, p in zip(data.schema.task_names, seen, positive, strict=True):
         if not 0 < p < n:
-            raise ValueError(
-                f"task {name!r} has {int(p)} positives among {int(n)} training labels; both classes are needed"
-            )
+            raise ValueError(f"task {name!r} has {int(p)} positives among {int(n)} training labels; both are needed")
+    for part in ("validation", "test"):
+        known = data.log.labels(getattr(data.split, part))[1].sum(axis=0)
+        absent = [n for n, count in zip(data.schema.task_names, known, strict=True) if count == 0]
+        if absent:
+            raise ValueError(f"task {absent[0]!r} has no label in the {part} split: nothing to evaluate")
     return [float(r) for r in positive / seen]
 
 

@@ -82,8 +82,6 @@ def figures(predictions: Predictions, tasks: tuple[str, ...]) -> dict[str, dict[
     result = {}
     for k, task in enumerate(tasks):
         known = predictions.select(predictions.mask[:, k])
-        if len(known) == 0:
-            raise ValueError(f"task {task!r} has no label in this split: nothing to evaluate")
         result[task] = summarize(known.groups, known.labels[:, k], known.logits[:, k])
     return result
 
@@ -100,13 +98,13 @@ def slices(predictions: Predictions, tasks: tuple[str, ...]) -> dict[str, list[d
     NE inside a slice is against the slice's own base rate; the log loss and the entropy are given beside it.
     """
     order = np.argsort(predictions.time, kind="stable")
-    by_time = [("from", int(predictions.time[p[0]]), p) for p in np.array_split(order, TIME_SLICES) if len(p)]
+    by_time = [({"from": int(predictions.time[p[0]])}, p) for p in np.array_split(order, TIME_SLICES) if len(p)]
     edges = [*HISTORY_EDGES, math.inf]
     by_history = []
     for low, high in itertools.pairwise(edges):
         index = np.flatnonzero((predictions.history >= low) & (predictions.history < high))
         if len(index):
-            by_history.append(("from", int(low), index))
+            by_history.append(({"from": int(low), "to": None if high == math.inf else int(high) - 1}, index))
     return {"time": _rows(by_time, predictions, tasks), "history": _rows(by_history, predictions, tasks)}
 
 
@@ -116,16 +114,18 @@ def calibration_curves(predictions: Predictions, tasks: tuple[str, ...]) -> dict
     return {task: calibration_curve(p.labels[:, k], p.logits[:, k]) for k, (task, p) in enumerate(known.items())}
 
 
-def _rows(parts: list[tuple[str, int, Any]], predictions: Predictions, tasks: tuple[str, ...]) -> list[dict[str, Any]]:
+def _rows(
+    parts: list[tuple[dict[str, Any], Any]], predictions: Predictions, tasks: tuple[str, ...]
+) -> list[dict[str, Any]]:
     rows = []
-    for key, value, index in parts:
+    for name, index in parts:
         part = predictions.select(index)
-        row: dict[str, Any] = {key: value, "samples": len(part), "tasks": {}}
+        row: dict[str, Any] = {**name, "samples": len(part), "tasks": {}}
         for k, task in enumerate(tasks):
             known = part.select(part.mask[:, k])
             if len(known):
                 full = summarize(known.groups, known.labels[:, k], known.logits[:, k])
-                kept = {name: full[name] for name in ("samples", "base_rate", "log_loss", "ne", "auc")}
+                kept = {key: full[key] for key in ("samples", "base_rate", "log_loss", "ne", "auc")}
                 row["tasks"][task] = {**kept, "entropy": binary_entropy(full["base_rate"])}
         rows.append(row)
     return rows

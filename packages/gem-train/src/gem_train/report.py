@@ -198,13 +198,14 @@ def _slices(results: dict[str, Any]) -> str:
 
     def by_history(axes: Any) -> None:
         parts = results["slices"]["history"]
-        _bars(axes, parts, [f"{p['from']}+\nn {p['samples']}" for p in parts], "NE by events in the history")
+        labels = [f"{_range(p['from'], p['to'])}\nn {p['samples']}" for p in parts]
+        _bars(axes, parts, labels, "NE by events in the history")
 
     return _svg(by_time, bool(results["slices"]["time"])) + _svg(by_history, bool(results["slices"]["history"]))
 
 
 def _bars(axes: Any, parts: list[dict[str, Any]], labels: list[str], title: str) -> None:
-    tasks = list(parts[0]["tasks"])
+    tasks = list(dict.fromkeys(task for p in parts for task in p["tasks"]))
     width = 0.8 / len(tasks)
     for k, task in enumerate(tasks):
         values = [p["tasks"].get(task, {}).get("ne") for p in parts]
@@ -214,6 +215,12 @@ def _bars(axes: Any, parts: list[dict[str, Any]], labels: list[str], title: str)
     axes.set_xticks([i + 0.4 - width / 2 for i in range(len(parts))], labels, fontsize=8)
     axes.set(ylabel="NE", title=title, ylim=(0.5 * min([1.0, *_values(parts)]), None))
     axes.legend(frameon=False)
+
+
+def _range(low: int, high: int | None) -> str:
+    if high is None:
+        return f"{low}+"
+    return str(low) if low == high else f"{low}–{high}"
 
 
 def _values(parts: list[dict[str, Any]]) -> list[float]:
