@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from gem_parallel.mesh import make_mesh
     from gem_parallel.optimizer import load_optimizer_state, optimizer_state
     from gem_parallel.parallel import ParallelModel, parallelize
+    from gem_parallel.planner import NothingFitsError, Plan, plan
     from gem_parallel.runtime import PeerLostError, Runtime, start
+    from gem_parallel.simulator import Disturbance, Simulation, scaling_curve, simulate
+    from gem_parallel.spec import LayerSpec, ModelSpec, Profile, TableSpec
     from gem_parallel.tables import init_tables
     from gem_parallel.topology import Tier, Topology
 
@@ -31,9 +34,20 @@ _HOME = {
     "optimizer_state": "optimizer",
     "ParallelModel": "parallel",
     "parallelize": "parallel",
+    "NothingFitsError": "planner",
+    "Plan": "planner",
+    "plan": "planner",
     "PeerLostError": "runtime",
     "Runtime": "runtime",
     "start": "runtime",
+    "Disturbance": "simulator",
+    "Simulation": "simulator",
+    "scaling_curve": "simulator",
+    "simulate": "simulator",
+    "LayerSpec": "spec",
+    "ModelSpec": "spec",
+    "Profile": "spec",
+    "TableSpec": "spec",
     "init_tables": "tables",
     "Tier": "topology",
     "Topology": "topology",
@@ -42,12 +56,20 @@ _HOME = {
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "Disturbance",
+    "LayerSpec",
+    "ModelSpec",
+    "NothingFitsError",
     "ParallelConfig",
     "ParallelModel",
     "PeerLostError",
     "PerRank",
+    "Plan",
+    "Profile",
     "RowWiseAdagrad",
     "Runtime",
+    "Simulation",
+    "TableSpec",
     "Tier",
     "Topology",
     "__version__",
@@ -56,6 +78,9 @@ __all__ = [
     "make_mesh",
     "optimizer_state",
     "parallelize",
+    "plan",
+    "scaling_curve",
+    "simulate",
     "start",
 ]
 

@@ -17,12 +17,14 @@ class Tier:
         size: devices that reach one another inside this tier.
         bandwidth_gbps: gigabytes (10^9) per second that one device can send inside the tier.
         latency_us: microseconds of one message.
+        oversubscription: by how much the tier's links fall short when all devices send at once (1: not at all).
     """
 
     name: str
     size: int
     bandwidth_gbps: float
     latency_us: float
+    oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -32,6 +34,8 @@ class Tier:
                 f"Tier {self.name!r}: bandwidth_gbps must be > 0 and latency_us >= 0, "
                 f"got {self.bandwidth_gbps} and {self.latency_us}"
             )
+        if not self.oversubscription >= 1:
+            raise ValueError(f"Tier {self.name!r}: oversubscription must be >= 1, got {self.oversubscription}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +159,7 @@ class Topology:
                 f"size = {tier.size}",
                 f"bandwidth_gbps = {float(tier.bandwidth_gbps)!r}  # 10^9 bytes per second, one way, of one device",
                 f"latency_us = {float(tier.latency_us)!r}",
+                f"oversubscription = {float(tier.oversubscription)!r}",
             ]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -164,9 +169,12 @@ class Topology:
         lines = [
             f"{self.device}: {self.device_memory / gib:.1f} GiB device memory at {self.memory_gbps:g} GB/s, "
             f"{self.host_memory / gib:.1f} GiB host memory",
-            f"{'tier':12} {'devices':>8} {'GB/s':>10} {'us':>8}",
+            f"{'tier':12} {'devices':>8} {'GB/s':>10} {'us':>8} {'oversub.':>9}",
         ]
-        lines += [f"{t.name:12} {t.size:>8} {t.bandwidth_gbps:>10g} {t.latency_us:>8g}" for t in self.tiers]
+        lines += [
+            f"{t.name:12} {t.size:>8} {t.bandwidth_gbps:>10g} {t.latency_us:>8g} {t.oversubscription:>9g}"
+            for t in self.tiers
+        ]
         return "\n".join([*lines, *(f"- {note}" for note in self.notes)])
 
 

@@ -1,0 +1,398 @@
+"""`plan`: which layout a model should have on a machine, before there is a machine. Pure arithmetic.
+
+Every layout of the five axes whose sizes divide the tiers is a candidate. Those whose memory does not fit are dropped;
+the step of the others is run on the clock of `timeline`, and the fastest wins. `python -m gem_parallel.planner --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gem_parallel.cost import Links
+from gem_parallel.layout import STRATEGIES, Layout, TableLoad, memory, place_tables, step_ops
+from gem_parallel.spec import ModelSpec, Profile
+from gem_parallel.timeline import COMPUTE, Op, run
+from gem_parallel.topology import Topology
+
+_GIB = 1 << 30
+
+
+class NothingFitsError(ValueError):
+    """No layout fits into the memory; `closest` is the one that misses by least."""
+
+    def __init__(self, message: str, closest: Candidate) -> None:
+        super().__init__(message)
+        self.closest = closest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One layout and what it costs.
+
+    Attributes:
+        layout: sizes and placement of the axes.
+        memory: bytes of one device by purpose, and their "peak".
+        step_s: predicted seconds of a step with overlap; infinite when memory does not fit.
+        compute_s: seconds of it in which the device computes.
+        waits_s: seconds in which it waits, by cause; compute_s and these add up to step_s.
+        sent: bytes that one device sends per step, by tier.
+    """
+
+    layout: Layout
+    memory: dict[str, float]
+    step_s: float
+    compute_s: float
+    waits_s: dict[str, float]
+    sent: dict[str, float]
+
+    @property
+    def scaling(self) -> float:
+        """Dense compute over the whole step: what is lost to communication, tables and the optimizer."""
+        return self.compute_s / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The chosen layout with its reasons.
+
+    Attributes:
+        model, topology, profile, world, batch: what was planned for; batch is samples per device.
+        best, runner_up: the fastest layout, and the fastest that differs in more than the sync interval.
+        reasons: one sentence per axis.
+        considered, fitting: how many layouts were looked at, and had room.
+        budget: bytes of a device that may be used.
+    """
+
+    model: ModelSpec
+    topology: Topology
+    profile: Profile
+    world: int
+    batch: int
+    best: Candidate
+    runner_up: Candidate | None
+    reasons: tuple[str, ...]
+    considered: int
+    fitting: int
+    budget: float
+
+    @property
+    def layout(self) -> Layout:
+        """The best candidate's."""
+        return self.best.layout
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of the whole world."""
+        return self.world * self.batch / self.best.step_s
+
+    def __str__(self) -> str:
+        best = self.best
+        lines = [
+            f"{self.model.name} on {self.world} x {self.topology.device}, {self.batch} samples per device",
+            f"  {self.model.dense_params / 1e9:.2f} G dense, {self.model.expert_params / 1e9:.2f} G expert and "
+            f"{self.model.table_params / 1e9:.2f} G table parameters; {self.fitting} of {self.considered} layouts fit",
+            "",
+            f"layout     {best.layout}",
+            f"step       {best.step_s * 1e3:.1f} ms, {self.samples_per_s:,.0f} samples/s; computing "
+            f"{best.compute_s * 1e3:.1f} ms ({best.scaling:.1%})",
+            *table("waits for", best.waits_s, 1e3, "ms"),
+            f"memory     {best.memory['peak'] / _GIB:.1f} of {self.budget / _GIB:.1f} GiB at the peak",
+            *table("memory", {k: v for k, v in best.memory.items() if k != "peak"}, 1 / _GIB, "GiB"),
+            *table("sent per step and device", best.sent, 1e-9, "GB"),
+            "why",
+            *(f"  - {reason}" for reason in self.reasons),
+            f"profile    {self.profile.source}",
+        ]
+        return "\n".join(lines)
+
+
+def table(title: str, values: dict[str, float], factor: float, unit: str) -> list[str]:
+    """Lines of a small table, the largest value first, without what is zero."""
+    rows = sorted(((v, k) for k, v in values.items() if v * factor >= 0.005), reverse=True)
+    return [f"  {title:26} {key:22} {value * factor:10.2f} {unit}" for value, key in rows]
+
+
+def plan(
+    model: ModelSpec,
+    topology: Topology,
+    batch: int,
+    *,
+    world: int | None = None,
+    profile: Profile | None = None,
+    strategies: Sequence[str] = STRATEGIES,
+    sync_every: int = 10,
+) -> Plan:
+    """Choose sizes and placement of the five axes.
+
+    Args:
+        model: its plain description.
+        topology: the machine; its device memory is the limit.
+        batch: samples per device and step.
+        world: devices to use, by default as many as the outermost tier holds.
+        profile: measured rates, by default `Profile()`.
+        strategies: of "v1", "v2", "v3", which table strategies may be chosen. V2 computes something else than one
+            process when its copies are synchronised less than every step with SGD; leave it out to have exactness.
+        sync_every: steps between V2's synchronisations.
+
+    Raises:
+        NothingFitsError: no layout fits into the memory (a ValueError that says by how much the closest one misses).
+        ValueError: a world that the topology does not hold, or an unknown strategy.
+    """
+    profile = profile or Profile()
+    world = topology.tiers[-1].size if world is None else world
+    if not 1 <= world <= topology.tiers[-1].size:
+        raise ValueError(f"world must be in 1..{topology.tiers[-1].size} (the outermost tier), got {world}")
+    if batch < 1:
+        raise ValueError(f"batch must be >= 1, got {batch}")
+    unknown = set(strategies) - set(STRATEGIES)
+    if unknown or not strategies:
+        raise ValueError(f"strategies must be some of {', '.join(STRATEGIES)}, got {list(strategies)}")
+    budget = (topology.device_memory or topology.host_memory) * profile.usable
+    loads: dict[int, TableLoad] = {}
+    links = Links(topology, profile)
+    fitting: list[Layout] = []
+    considered = 0
+    closest: tuple[float, Layout] | None = None
+    for layout in _layouts(model, topology, world, strategies, sync_every):
+        considered += 1
+        if layout.table_shard not in loads:
+            loads[layout.table_shard] = place_tables(model, layout.table_shard)
+        need = memory(model, layout, loads[layout.table_shard], batch, profile)["peak"]
+        if need <= budget:
+            fitting.append(layout)
+        if closest is None or need < closest[0]:
+            closest = (need, layout)
+    assert closest is not None
+
+    def evaluate(layout: Layout) -> Candidate:
+        return _evaluate(model, layout, loads[layout.table_shard], batch, topology, profile, links)
+
+    if not fitting:
+        candidate = replace(evaluate(closest[1]), step_s=math.inf)
+        largest = max((k for k in candidate.memory if k != "peak"), key=candidate.memory.__getitem__)
+        raise NothingFitsError(
+            f"no layout of {model.name} fits on {world} x {topology.device}: the closest ({candidate.layout}) needs "
+            f"{closest[0] / _GIB:.1f} GiB, {budget / _GIB:.1f} are usable; most goes to {largest} "
+            f"({candidate.memory[largest] / _GIB:.1f} GiB)",
+            candidate,
+        )
+    candidates = _search(fitting, evaluate)
+    best = candidates[0]
+    runner_up = candidates[1] if len(candidates) > 1 else None
+    return Plan(
+        model=model,
+        topology=topology,
+        profile=profile,
+        world=world,
+        batch=batch,
+        best=best,
+        runner_up=runner_up,
+        reasons=_reasons(best, candidates, topology, loads[best.layout.table_shard]),
+        considered=considered,
+        fitting=len(fitting),
+        budget=budget,
+    )
+
+
+def _search(fitting: list[Layout], evaluate: Callable[[Layout], Candidate]) -> list[Candidate]:
+    """Evaluated layouts, fastest first: all of them when they are few, else one side of the layout at a time.
+
+    Dense axes and table axes compete for the same clock but hardly change one another's order. The dense axes are
+    ranked beside one choice of table axes, the table axes beside the best dense ones, then the dense ones again.
+    """
+    done: dict[Layout, Candidate] = {}
+
+    def timed(layout: Layout) -> float:
+        if layout not in done:
+            done[layout] = evaluate(layout)
+        return done[layout].step_s
+
+    if len(fitting) <= 64:
+        return sorted((done[x] for x in sorted(fitting, key=timed)), key=lambda c: c.step_s)
+    by_tables: dict[tuple[object, ...], list[Layout]] = {}
+    by_dense: dict[tuple[int, int], list[Layout]] = {}
+    for layout in fitting:
+        by_tables.setdefault(_tables(layout), []).append(layout)
+        by_dense.setdefault((layout.fsdp, layout.ep), []).append(layout)
+    group = max(by_tables.values(), key=len)
+    for _ in range(2):
+        best = min(group, key=timed)
+        best = min(by_dense[(best.fsdp, best.ep)], key=timed)
+        group = by_tables[_tables(best)]
+    min(group, key=timed)
+    return sorted(done.values(), key=lambda c: c.step_s)
+
+
+def _tables(layout: Layout) -> tuple[object, ...]:
+    return layout.strategy, layout.table_shard, layout.copies_inside
+
+
+def _layouts(
+    model: ModelSpec, topology: Topology, world: int, strategies: Sequence[str], sync_every: int
+) -> Iterator[Layout]:
+    sizes = [d for d in _divisors(world) if _nests(d, topology)]
+    experts = [u.experts for u in model.layers if u.experts]
+    inner = topology.tiers[0].size
+    tables: list[tuple[str, int, bool]] = []
+    for shard in sizes if model.tables else [world]:
+        copies = world // shard
+        if copies == 1:
+            tables.append(("v1", shard, True))
+            continue
+        for strategy in ("v2", "v3"):
+            tables += [(strategy, shard, True)] + ([(strategy, shard, False)] if shard > 1 else [])
+    allowed = [t for t in tables if t[0] in strategies or not model.tables]
+    if not allowed:  # a single device has one copy whatever the strategy
+        allowed = [("v1", world, True)]
+    for fsdp in sizes:
+        for ep in _divisors(math.gcd(fsdp, *experts)) if experts else [1]:
+            if ep > inner:
+                continue
+            for strategy, shard, inside in allowed:
+                yield Layout(
+                    world=world,
+                    fsdp=fsdp,
+                    ep=ep,
+                    strategy=strategy,
+                    table_shard=shard,
+                    table_copies=world // shard,
+                    copies_inside=inside,
+                    sync_every=sync_every if strategy == "v2" else 1,
+                )
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def _nests(size: int, topology: Topology) -> bool:
+    return all(size % tier.size == 0 or tier.size % size == 0 for tier in topology.tiers[:-1])
+
+
+def _evaluate(
+    model: ModelSpec,
+    layout: Layout,
+    load: TableLoad,
+    batch: int,
+    topology: Topology,
+    profile: Profile,
+    links: Links,
+) -> Candidate:
+    ops = step_ops(model, layout, load, batch, topology, profile, links)
+    clock = run(ops)
+    hidden = hidden_seconds(ops, clock.waits)
+    waits = {**{k: v for k, v in clock.waits.items() if v > 0}, "slower beside comms": hidden * profile.slowdown}
+    sent = [0.0] * len(topology.tiers)
+    for op in ops:
+        for tier, moved in enumerate(op.sent):
+            sent[tier] += moved
+    return Candidate(
+        layout=layout,
+        memory=memory(model, layout, load, batch, profile),
+        step_s=clock.end + waits["slower beside comms"],
+        compute_s=clock.compute,
+        waits_s=waits,
+        sent={tier.name: moved for tier, moved in zip(topology.tiers, sent, strict=True)},
+    )
+
+
+def hidden_seconds(ops: Sequence[Op], waits: dict[str, float]) -> float:
+    """Seconds of communication that ran beside compute."""
+    return max(0.0, sum(op.seconds for op in ops if op.stream != COMPUTE) - sum(waits.values()))
+
+
+def _reasons(best: Candidate, candidates: list[Candidate], topology: Topology, load: TableLoad) -> tuple[str, ...]:
+    layout, groups = best.layout, best.layout.groups
+    reasons = []
+
+    def against(what: str, others: list[Candidate]) -> str:
+        if not others:
+            return f"{what}: no other size was compared (the others do not fit, or there is none)"
+        other = others[0]
+        slower = other.step_s / best.step_s - 1
+        return f"{what}: next best is {other.layout}, {other.step_s * 1e3:.1f} ms ({slower:+.1%})"
+
+    def same(c: Candidate, *, dense: bool) -> bool:
+        mine, theirs = c.layout, layout
+        return (mine.fsdp, mine.ep) == (theirs.fsdp, theirs.ep) if dense else _tables(mine) == _tables(theirs)
+
+    where = groups["fsdp"].reach(topology)
+    reasons.append(
+        against(
+            f"fsdp {layout.fsdp} ({where}), replicate {layout.replicate} ({groups['replicate'].reach(topology)})",
+            [c for c in candidates if c.layout.fsdp != layout.fsdp and same(c, dense=False)],
+        )
+    )
+    reasons.append(
+        against(
+            f"ep {layout.ep} ({groups['ep'].reach(topology)})",
+            [c for c in candidates if c.layout.ep != layout.ep and c.layout.fsdp == layout.fsdp],
+        )
+    )
+    reasons.append(
+        against(
+            f"tables {layout.strategy}, shard {layout.table_shard} ({groups['table_shard'].reach(topology)}), copies "
+            f"{layout.table_copies} ({groups['table_copies'].reach(topology)})",
+            [c for c in candidates if same(c, dense=True) and not same(c, dense=False)],
+        )
+    )
+    reasons.append(
+        f"the busiest of {layout.table_shard} ranks looks up {load.imbalance:.2f} x the mean; "
+        f"{load.splits} tables are cut, a pooled vector travels from {load.row_split:.2f} row blocks on average"
+    )
+    if len(candidates) > 1:
+        other = candidates[1]
+        waits = max(other.waits_s, key=other.waits_s.__getitem__) if other.waits_s else "nothing"
+        reasons.append(
+            f"runner-up: {other.layout}, {other.step_s * 1e3:.1f} ms; it waits longest for {waits} "
+            f"({other.waits_s.get(waits, 0.0) * 1e3:.1f} ms)"
+        )
+    return tuple(reasons)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a plan. Exit status 0; 1 when nothing fits; 2 for a file or value that cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gem_parallel.planner", description="Choose a layout before the run."
+    )
+    parser.add_argument("model", type=Path, help="TOML of a ModelSpec")
+    parser.add_argument("topology", type=Path, help="TOML of a Topology")
+    parser.add_argument("--batch", type=int, required=True, help="samples per device")
+    parser.add_argument("--world", type=int, help="devices; all of the topology by default")
+    parser.add_argument("--profile", type=Path, help="TOML of a measured Profile")
+    parser.add_argument("--exact", action="store_true", help="leave out V2, which does not equal a single process")
+    parser.add_argument("--simulate", action="store_true", help="also simulate imbalance and stragglers")
+    args = parser.parse_args(arguments)
+    began = time.perf_counter()
+    try:
+        result = plan(
+            ModelSpec.from_toml(args.model),
+            Topology.from_toml(args.topology),
+            args.batch,
+            world=args.world,
+            profile=Profile.from_toml(args.profile) if args.profile else None,
+            strategies=("v1", "v3") if args.exact else STRATEGIES,
+        )
+    except NothingFitsError as error:
+        print(f"nothing fits: {error}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{result}\nplanned in {time.perf_counter() - began:.2f} s")
+    if args.simulate:
+        from gem_parallel.simulator import simulate
+
+        print(f"\n{simulate(result)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""A step replayed for every rank, with jagged imbalance and slow ranks; how much of the scaling is lost to what.
+
+The scaling ratio is (seconds of balanced dense compute on one device) / (seconds of the step of the whole world).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gem_parallel.cost import Group
+from gem_parallel.layout import place_tables, step_ops
+from gem_parallel.planner import Plan, hidden_seconds, plan
+from gem_parallel.spec import ModelSpec, Profile
+from gem_parallel.timeline import COMPUTE, Op, run
+from gem_parallel.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disturbance:
+    """What makes ranks unequal.
+
+    Attributes:
+        sigma: standard deviation of the logarithm of a sample's work (lengths of histories are about log-normal).
+        balanced: share of the imbalance between ranks that shuffling takes away (published: 0.9 of the optimum).
+        stragglers: share of the ranks that are slow in a step.
+        slow: how much longer a slow rank computes (0.1: 10%).
+        jitter: standard deviation of every rank's speed.
+        seed: of the draw.
+    """
+
+    sigma: float = 1.2
+    balanced: float = 0.0
+    stragglers: float = 0.001
+    slow: float = 0.1
+    jitter: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("sigma", "slow", "jitter"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"Disturbance.{key} must be >= 0, got {getattr(self, key)!r}")
+        for key in ("balanced", "stragglers"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ValueError(f"Disturbance.{key} must be in [0, 1], got {getattr(self, key)!r}")
+
+    def samples(self, world: int, batch: int) -> np.ndarray:
+        """Work of every rank over the mean, [world]: sums of `batch` log-normal samples."""
+        rng = np.random.default_rng(self.seed)
+        work = np.empty(world)
+        step = max(1, (1 << 22) // batch)
+        for begin in range(0, world, step):
+            drawn = rng.lognormal(0.0, self.sigma, (min(step, world - begin), batch))
+            work[begin : begin + step] = drawn.sum(1)
+        work /= batch * math.exp(self.sigma**2 / 2)
+        mean = work.mean()
+        return mean + (work - mean) * (1 - self.balanced)
+
+    def speeds(self, world: int) -> np.ndarray:
+        """Seconds of every rank over those of a healthy one, [world]."""
+        rng = np.random.default_rng(self.seed + 1)
+        factor = 1 + np.abs(rng.normal(0.0, self.jitter, world)) if self.jitter else np.ones(world)
+        slow = rng.random(world) < self.stragglers
+        if self.stragglers and not slow.any() and self.stragglers * world >= 0.5:
+            slow[rng.integers(world)] = True
+        return factor * np.where(slow, 1 + self.slow, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A step of the whole world.
+
+    Attributes:
+        step_s: seconds until the last rank is done.
+        ideal_s: seconds of dense compute of a balanced rank.
+        lost_s: seconds by cause, in the order in which the causes were added; ideal_s and these add up to step_s.
+        exposed_s: seconds that the mean rank waited, by kind of operation.
+        imbalance: work of the heaviest rank over the mean.
+    """
+
+    world: int
+    step_s: float
+    ideal_s: float
+    lost_s: dict[str, float]
+    exposed_s: dict[str, float]
+    imbalance: float
+
+    @property
+    def scaling(self) -> float:
+        """ideal_s / step_s."""
+        return self.ideal_s / self.step_s
+
+    def __str__(self) -> str:
+        lines = [
+            f"simulated  {self.world} ranks: {self.step_s * 1e3:.1f} ms, scaling ratio {self.scaling:.3f}; "
+            f"heaviest rank {self.imbalance:.3f} x the mean"
+        ]
+        lines += [f"  lost to {k:24} {v * 1e3:9.2f} ms  {v / self.step_s:6.1%}" for k, v in self.lost_s.items()]
+        waits = sorted(self.exposed_s.items(), key=lambda kv: -kv[1])
+        lines += [f"  mean rank waits for {k:12} {v * 1e3:9.2f} ms" for k, v in waits if v * 1e3 >= 0.005]
+        return "\n".join(lines)
+
+
+def simulate(chosen: Plan, disturbance: Disturbance | None = None) -> Simulation:
+    """Replay the plan's step with all its ranks.
+
+    Causes are added one after another: dense compute alone; tables and optimizer, still without communication;
+    exposed communication of equal ranks (and the slowdown of compute beside it); imbalance; slow ranks. What a cause
+    adds to the step is charged to it.
+    """
+    disturbance = disturbance or Disturbance()
+    layout, world = chosen.layout, chosen.world
+    load = place_tables(chosen.model, layout.table_shard)
+    ops = step_ops(chosen.model, layout, load, chosen.batch, chosen.topology, chosen.profile)
+    work, speed = disturbance.samples(world, chosen.batch), disturbance.speeds(world)
+    ideal = sum(op.seconds for op in ops if op.stream == COMPUTE and op.kind == "dense")
+    compute = sum(op.seconds for op in ops if op.stream == COMPUTE)
+    equal = run(ops)
+    slower = hidden_seconds(ops, equal.waits) * chosen.profile.slowdown
+    ends = [ideal, compute, equal.end + slower]
+    for factors in ((work, np.ones(world)), (work, speed)):
+        clock = _run_ranks(ops, *factors)
+        ends.append(float(clock.end.max()) + slower)
+    names = ("tables and optimizer", "exposed communication", "imbalance", "slow ranks")
+    lost = {name: after - before for name, before, after in zip(names, ends, ends[1:], strict=False)}
+    exposed = {kind: float(np.mean(value)) for kind, value in clock.waits.items()}
+    return Simulation(
+        world=world,
+        step_s=ends[-1],
+        ideal_s=ideal,
+        lost_s=lost,
+        exposed_s=exposed,
+        imbalance=float(work.max() / work.mean()),
+    )
+
+
+def _run_ranks(ops: Sequence[Op], work: np.ndarray, speed: np.ndarray) -> Any:
+    world = len(work)
+    both = work * speed
+
+    def scale(op: Op) -> Any:
+        if op.stream != COMPUTE:
+            return op.seconds
+        return op.seconds * (both if op.load == "samples" else speed)
+
+    def meet(group: Group, start: Any) -> Any:
+        """The last member's arrival: ranks are [outer, size, stride], the middle dim is the group."""
+        start = np.broadcast_to(np.asarray(start, dtype=float), (world,))
+        block = start.reshape(-1, group.size, group.stride)
+        return np.broadcast_to(block.max(1, keepdims=True), block.shape).reshape(world)
+
+    clock = run(ops, maximum=np.maximum, scale=scale, meet=meet)
+    clock.end = np.broadcast_to(clock.end, (world,))
+    return clock
+
+
+def scaling_curve(
+    model: ModelSpec,
+    topology: Topology,
+    batch: int,
+    worlds: Sequence[int],
+    *,
+    profile: Profile | None = None,
+    strategies: Sequence[str] = ("v1", "v3"),
+    disturbance: Disturbance | None = None,
+) -> list[tuple[int, Simulation | str]]:
+    """Weak scaling: plan and simulate every world; a world in which nothing fits has the reason instead."""
+    rows: list[tuple[int, Simulation | str]] = []
+    for world in worlds:
+        try:
+            chosen = plan(model, topology, batch, world=world, profile=profile, strategies=strategies)
+        except ValueError as error:
+            rows.append((world, str(error)))
+            continue
+        rows.append((world, simulate(chosen, disturbance)))
+    return rows

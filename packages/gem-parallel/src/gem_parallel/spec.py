@@ -1,0 +1,198 @@
+"""What the planner has to know about a model: FLOPs, parameters, activations and tables, without the model itself."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+def _require(ok: bool, what: str) -> None:
+    if not ok:
+        raise ValueError(what)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One FSDP unit, or `count` equal ones after another.
+
+    Attributes:
+        name: of the unit.
+        flops: useful forward FLOPs of one sample, without the experts; training counts three times.
+        params: dense parameters, without the experts.
+        activation_bytes: kept for the backward pass, of one sample (experts included).
+        count: how many units of this kind follow one another.
+        needs_tables: False for a unit that can run before the embeddings have arrived.
+        experts: experts of an ensemble whose outputs are summed; 0 for none. Every sample visits every expert.
+        expert_params, expert_flops: of one expert (FLOPs forward, of one sample).
+        expert_io_bytes: activations of one sample that enter the ensemble plus those that leave it.
+    """
+
+    name: str
+    flops: float
+    params: int
+    activation_bytes: float
+    count: int = 1
+    needs_tables: bool = True
+    experts: int = 0
+    expert_params: int = 0
+    expert_flops: float = 0.0
+    expert_io_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            _require(value >= 0, f"layer {self.name!r}: {field.name} must be >= 0, got {value!r}")
+        _require(self.count >= 1, f"layer {self.name!r}: count must be >= 1, got {self.count!r}")
+        _require(
+            (self.experts > 0) == (self.expert_params > 0),
+            f"layer {self.name!r}: experts and expert_params go together, got {self.experts} and {self.expert_params}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """`count` equal embedding tables.
+
+    Attributes:
+        rows, dim: of one table.
+        pooling: ids of one sample that are looked up in it, on average.
+        pooled: whether a sample's rows are summed into one vector (a bag) or kept (a sequence).
+    """
+
+    name: str
+    rows: int
+    dim: int
+    pooling: float = 1.0
+    pooled: bool = True
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("rows", "dim", "count"):
+            _require(getattr(self, key) >= 1, f"table {self.name!r}: {key} must be >= 1, got {getattr(self, key)!r}")
+        _require(self.pooling >= 0, f"table {self.name!r}: pooling must be >= 0, got {self.pooling!r}")
+
+    @property
+    def vectors(self) -> float:
+        """Embedding vectors of one sample that leave the table."""
+        return min(1.0, self.pooling) if self.pooled else self.pooling
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model as the planner sees it.
+
+    Attributes:
+        layers: in the order of the forward pass.
+        tables: the embedding tables.
+        table_bytes: bytes of one table element.
+        moment_bytes: bytes of optimizer state of one table row (4: row-wise AdaGrad; 0: SGD).
+        state_bytes: bytes that stay for one dense parameter: float32 master, gradient and two Adam moments are 16.
+        gather_bytes, reduce_bytes: bytes of a dense parameter in an all-gather, of its gradient in a reduce-scatter.
+        input_bytes: of one sample's batch on the device.
+    """
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    tables: tuple[TableSpec, ...] = ()
+    table_bytes: int = 4
+    moment_bytes: int = 4
+    state_bytes: int = 16
+    gather_bytes: int = 2
+    reduce_bytes: int = 4
+    input_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(bool(self.layers), f"model {self.name!r} has no layers")
+
+    @property
+    def units(self) -> tuple[LayerSpec, ...]:
+        """The layers, each as often as it occurs."""
+        return tuple(layer for layer in self.layers for _ in range(layer.count))
+
+    @property
+    def dense_params(self) -> int:
+        """Dense parameters without experts."""
+        return sum(layer.params * layer.count for layer in self.layers)
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of all experts."""
+        return sum(layer.experts * layer.expert_params * layer.count for layer in self.layers)
+
+    @property
+    def table_params(self) -> int:
+        """Elements of all tables."""
+        return sum(table.rows * table.dim * table.count for table in self.tables)
+
+    @property
+    def flops(self) -> float:
+        """Useful forward FLOPs of one sample."""
+        return sum((layer.flops + layer.experts * layer.expert_flops) * layer.count for layer in self.layers)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> ModelSpec:
+        """Read keys of this class, `[[layers]]` and `[[tables]]`.
+
+        Raises:
+            ValueError: a key that is missing, unknown or out of range, naming the file.
+        """
+        with open(path, "rb") as file:
+            data: dict[str, Any] = tomllib.load(file)
+        try:
+            layers = tuple(LayerSpec(**layer) for layer in data.pop("layers", ()))
+            tables = tuple(TableSpec(**table) for table in data.pop("tables", ()))
+            return cls(layers=layers, tables=tables, **data)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not a model: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What the machine really achieves; the defaults are assumptions, a measured profile replaces them.
+
+    Attributes:
+        tflops: 10^12 useful FLOPs per second of one device inside the layers (peak times local MFU).
+        unit_us: microseconds of a layer's fixed cost, forward.
+        link_efficiency: share of a tier's bandwidth that a collective attains.
+        message_us: microseconds to send one message of an all-to-all, beside its bytes.
+        lookup_efficiency: share of the memory bandwidth that table lookups and updates attain.
+        slowdown: share of the compute rate that is lost while a collective runs beside it (SMs and memory traffic).
+        reserve_bytes: memory taken by the driver, the allocator and communication buffers.
+        usable: share of the device memory that may be planned.
+        source: where the numbers come from.
+    """
+
+    tflops: float = 350.0
+    unit_us: float = 20.0
+    link_efficiency: float = 0.8
+    message_us: float = 1.0
+    lookup_efficiency: float = 0.5
+    slowdown: float = 0.09
+    reserve_bytes: int = 6 << 30
+    usable: float = 0.92
+    source: str = "assumed"
+
+    def __post_init__(self) -> None:
+        for key in ("tflops", "link_efficiency", "lookup_efficiency", "usable"):
+            _require(getattr(self, key) > 0, f"Profile.{key} must be > 0, got {getattr(self, key)!r}")
+        for key in ("unit_us", "message_us", "slowdown", "reserve_bytes"):
+            _require(getattr(self, key) >= 0, f"Profile.{key} must be >= 0, got {getattr(self, key)!r}")
+        for key in ("link_efficiency", "lookup_efficiency", "usable"):
+            _require(getattr(self, key) <= 1, f"Profile.{key} must be <= 1, got {getattr(self, key)!r}")
+        _require(self.slowdown < 1, f"Profile.slowdown must be < 1, got {self.slowdown!r}")
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Profile:
+        """Read keys of this class.
+
+        Raises:
+            ValueError: an unknown key or a value out of range, naming the file.
+        """
+        with open(path, "rb") as file:
+            data: dict[str, Any] = tomllib.load(file)
+        try:
+            return cls(**{"source": str(path), **data})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not a profile: {error}") from error

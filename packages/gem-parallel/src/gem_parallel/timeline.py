@@ -1,0 +1,87 @@
+"""A training step as operations on streams, and the clock that runs them; the planner and the simulator share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gem_parallel.cost import Group
+
+COMPUTE = "compute"
+
+
+@dataclass(slots=True)
+class Op:
+    """One operation of every rank.
+
+    Attributes:
+        kind: what it counts as in a report ("dense", "lookup", "fsdp all-gather", ...).
+        stream: operations of a stream run in order; "compute" is the device, others are links.
+        seconds: of a rank with the mean load.
+        after: indices of operations that must have ended.
+        group: of a collective: nobody ends before the last member has begun.
+        load: which per-rank factor scales it in a simulation ("samples", "tables" or "").
+        sent: bytes on every tier.
+    """
+
+    kind: str
+    stream: str
+    seconds: float
+    after: tuple[int, ...] = ()
+    group: Group | None = None
+    load: str = ""
+    sent: tuple[float, ...] = ()
+
+
+@dataclass
+class Clock:
+    """The end of a run: `end`, and for each cause the seconds that compute stood still."""
+
+    end: Any
+    compute: Any
+    waits: dict[str, Any] = field(default_factory=dict)
+
+
+def run(
+    ops: Sequence[Op],
+    *,
+    maximum: Callable[[Any, Any], Any] = max,
+    scale: Callable[[Op], Any] = lambda op: op.seconds,
+    meet: Callable[[Group, Any], Any] = lambda group, start: start,
+) -> Clock:
+    """Run one step.
+
+    Args:
+        ops: in the order in which they are issued.
+        maximum: `max` for one representative rank, `numpy.maximum` for an array of ranks.
+        scale: the seconds of an operation, a number or an array over ranks.
+        meet: the start of a collective from its members' arrivals.
+    """
+    ends: list[Any] = []
+    free: dict[str, Any] = {}
+    waits: dict[str, Any] = {}
+    busy: Any = 0.0  # seconds of compute
+    for op in ops:
+        start = free.get(op.stream, 0.0)
+        for index in op.after:
+            later = maximum(start, ends[index])
+            if op.stream == COMPUTE and ops[index].stream != COMPUTE:
+                waits[ops[index].kind] = waits.get(ops[index].kind, 0.0) + (later - start)
+            start = later
+        if op.group is not None and op.group.size > 1:
+            start = meet(op.group, start)
+        seconds = scale(op)
+        if op.stream == COMPUTE:
+            busy = busy + seconds
+        end = start + seconds
+        ends.append(end)
+        free[op.stream] = end
+    device = free.get(COMPUTE, 0.0)
+    end = device
+    for op, finished in zip(ops, ends, strict=True):
+        if op.stream != COMPUTE:
+            later = maximum(end, finished)
+            waits[op.kind] = waits.get(op.kind, 0.0) + (later - end)
+            end = later
+    return Clock(end=end, compute=busy, waits=waits)

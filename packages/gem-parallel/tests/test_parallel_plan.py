@@ -1,0 +1,311 @@
+"""The planner's arithmetic against counting by hand, and its promises: fast, honest about memory, reasons."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.resources import files
+
+import numpy as np
+import pytest
+from gem_parallel import LayerSpec, ModelSpec, NothingFitsError, Profile, TableSpec, Tier, Topology, plan
+from gem_parallel.cost import Group, Links
+from gem_parallel.layout import Layout, memory, place_tables, step_ops
+from gem_parallel.planner import _evaluate, _layouts, main
+from gem_parallel.simulator import Disturbance, scaling_curve, simulate
+from gem_parallel.timeline import COMPUTE, Op, run
+
+EXAMPLES = files("gem_parallel") / "examples"
+EXACT = Profile(link_efficiency=1.0, message_us=0.0, slowdown=0.0, unit_us=0.0, lookup_efficiency=1.0)
+
+
+def cluster(hosts=8, gpus=4, zone=None, memory=100 << 30, **options):
+    tiers = [Tier(name="nvlink", size=gpus, bandwidth_gbps=400.0, latency_us=0.0)]
+    if hosts > 1:
+        tiers.append(Tier(name="zone", size=hosts * gpus, bandwidth_gbps=50.0, latency_us=0.0, **options))
+    if zone:
+        tiers.append(Tier(name="zones", size=zone, bandwidth_gbps=50.0, latency_us=0.0, oversubscription=4.0))
+    return Topology(device="test", device_memory=memory, memory_gbps=4000.0, host_memory=1 << 40, tiers=tuple(tiers))
+
+
+def small(**changes):
+    layer = LayerSpec(name="layer", flops=1e9, params=10_000_000, activation_bytes=100_000, count=4)
+    tables = (
+        TableSpec(name="big", rows=1_000_000, dim=64, pooling=10.0),
+        TableSpec(name="sequence", rows=10_000, dim=64, pooling=50.0, pooled=False),
+        TableSpec(name="small", rows=1000, dim=64, count=20),
+    )
+    return replace(ModelSpec(name="small", layers=(layer,), tables=tables), **changes)
+
+
+def tier_between(topology, first, second):
+    return next(i for i, tier in enumerate(topology.tiers) if first // tier.size == second // tier.size)
+
+
+@pytest.mark.parametrize("group", [Group(8, 1), Group(4, 4), Group(2, 32), Group(8, 8), Group(64, 1), Group(3, 1)])
+def test_an_all_to_all_sends_what_counting_pairs_gives(group):
+    topology = cluster(zone=64)
+    ranks = [group.stride * i for i in range(group.size)]
+    mean = np.zeros(3)
+    for first, second in itertools.permutations(ranks, 2):
+        mean[tier_between(topology, first, second)] += 1e9 / group.size / group.size
+    if group.size == 3:  # does not straddle a host, so that every rank sees the same
+        assert {first // 4 for first in ranks} == {0}
+    cost = Links(topology, EXACT).all_to_all(group, 1e9)
+    np.testing.assert_allclose(cost.sent, mean)
+    seconds = max(mean[0] / 400e9, mean[1] / 50e9, mean[2] / 12.5e9)
+    assert cost.seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("group", [Group(8, 1), Group(4, 4), Group(2, 32), Group(8, 8), Group(64, 1)])
+def test_an_all_gather_brings_every_block_once(group):
+    """Blocks are passed on host by host: first between equal places of different domains, then inside."""
+    topology = cluster(zone=64)
+    ranks = [group.stride * i for i in range(group.size)]
+    held = {rank: {rank} for rank in ranks}
+    received = np.zeros((len(ranks), 3))
+    for tier in (2, 1, 0):
+        before = {rank: set(blocks) for rank, blocks in held.items()}
+        inner = 1 if tier == 0 else topology.tiers[tier - 1].size
+        for i, rank in enumerate(ranks):
+            for peer in ranks:
+                same_domain = rank // topology.tiers[tier].size == peer // topology.tiers[tier].size
+                if peer != rank and same_domain and (rank - peer) % inner == 0 and rank // inner != peer // inner:
+                    received[i, tier] += len(before[peer] - held[rank])
+                    held[rank] |= before[peer]
+    assert all(blocks == set(ranks) for blocks in held.values())
+    cost = Links(topology, EXACT).all_gather(group, 8e8)
+    np.testing.assert_allclose(cost.sent, received.mean(0) * 8e8 / group.size)
+    assert sum(cost.sent) == pytest.approx(8e8 * (1 - 1 / group.size))
+
+
+def test_the_clock():
+    ops = [
+        Op("gather", "link", 2.0),
+        Op("first", COMPUTE, 3.0, (0,)),
+        Op("gather", "link", 4.0),  # ends at 6, hides 3 of its seconds
+        Op("second", COMPUTE, 1.0, (2,)),
+        Op("reduce", "link", 5.0, (1,)),  # in order: begins at 6, ends at 11
+        Op("third", COMPUTE, 1.0, (3,)),
+    ]
+    clock = run(ops)
+    assert clock.end == 11
+    assert clock.compute == 5
+    assert clock.waits == {"gather": 2 + 1, "reduce": 3}
+    assert clock.end == clock.compute + sum(clock.waits.values())
+
+
+def test_a_collective_waits_for_its_group_only():
+    ops = [Op("work", COMPUTE, 1.0, load="samples"), Op("sum", "link", 0.5, (0,), group=Group(2, 1))]
+    factor = np.array([1.0, 3.0, 1.0, 1.0])
+
+    def meet(group, start):
+        pairs = np.broadcast_to(start, (4,)).reshape(2, 2)
+        return np.repeat(pairs.max(1), 2)
+
+    clock = run(ops, maximum=np.maximum, scale=lambda op: op.seconds * (factor if op.load else 1.0), meet=meet)
+    assert clock.end.tolist() == [3.5, 3.5, 1.5, 1.5]
+
+
+def test_tables_are_spread_evenly():
+    model = small()
+    load = place_tables(model, 8)
+    assert load.splits == 2  # one table has most of the rows, another most of the lookups
+    assert 1.0 <= load.imbalance < 1.3
+    total = sum(t.rows * (t.dim * 4 + 4) * t.count for t in model.tables)
+    assert total / 8 <= load.bytes_max < 1.3 * total / 8
+    one = place_tables(model, 1)
+    assert (one.imbalance, one.row_split, one.splits) == (1.0, 1.0, 0)
+    assert one.bytes_max == pytest.approx(total)
+    assert place_tables(model, 8) == load
+
+
+def test_more_ranks_than_tables_can_fill_are_imbalanced():
+    """Why 1-D table parallelism stops: tables of a few rows cannot be cut among many ranks."""
+    tables = (TableSpec(name="hot", rows=2, dim=64, pooling=100.0), TableSpec(name="cold", rows=1000, dim=64))
+    model = small(tables=tables)
+    imbalance = [place_tables(model, ranks).imbalance for ranks in (1, 4, 16, 64)]
+    assert imbalance[0] == 1.0
+    assert imbalance[-1] > 10
+
+
+def test_memory_by_hand():
+    model = small()
+    profile = replace(EXACT, reserve_bytes=1000)
+    load = place_tables(model, 4)
+    layout = Layout(world=16, fsdp=8, table_shard=4, table_copies=4, strategy="v3")
+    items = memory(model, layout, load, 32, profile)
+    assert items["dense state"] == 16 * 40_000_000 / 8
+    assert items["tables and moments"] == load.bytes_max / 4
+    assert items["table working copy"] == load.bytes_max
+    assert items["activations"] == 4 * 100_000 * 32
+    assert items["gathered units"] == 10_000_000 * (2 + 2 + 4)
+    assert items["embeddings"] == 2 * 4 * 32 * 64 * (1 + 50 + 20)
+    fixed = items["dense state"] + items["tables and moments"] + items["embeddings"] + 1000
+    assert items["peak"] == fixed + max(items["activations"] + items["gathered units"], load.bytes_max)
+    copies = memory(model, replace(layout, strategy="v2"), load, 32, profile)
+    assert copies["tables and moments"] == load.bytes_max
+    assert copies["table working copy"] == 0
+
+
+def test_one_device_computes_and_nothing_else():
+    model = small(tables=())
+    result = plan(model, cluster(hosts=1, gpus=1), 16, profile=EXACT)
+    flops = 3 * 16 * 4 * 1e9
+    adam = 2 * 16 * 40_000_000 / 4e12
+    assert result.best.step_s == pytest.approx(flops / 350e12 + adam)
+    assert not any(result.best.waits_s.values())
+    assert result.runner_up is None
+
+
+def test_the_search_finds_the_exhaustive_optimum():
+    model = small(
+        layers=(
+            LayerSpec(
+                name="x",
+                flops=1e9,
+                params=80_000_000,
+                activation_bytes=1e5,
+                count=3,
+                experts=4,
+                expert_params=20_000_000,
+                expert_flops=1e8,
+                expert_io_bytes=10_000,
+            ),
+        )
+    )
+    topology, profile = cluster(hosts=8, zone=64), Profile(reserve_bytes=0)
+    result = plan(model, topology, 64, profile=profile)
+    links = Links(topology, profile)
+    best = min(
+        _evaluate(model, x, place_tables(model, x.table_shard), 64, topology, profile, links).step_s
+        for x in _layouts(model, topology, 64, ("v1", "v2", "v3"), 10)
+    )
+    assert result.fitting == result.considered > 64
+    assert result.best.step_s <= best * 1.01
+    assert result.runner_up is not None
+    assert result.runner_up.step_s >= result.best.step_s
+
+
+def test_a_step_is_compute_and_waits():
+    result = plan(small(), cluster(), 64)
+    best = result.best
+    assert best.step_s == pytest.approx(best.compute_s + sum(best.waits_s.values()))
+    assert any("fsdp" in reason for reason in result.reasons)
+    assert any("runner-up" in reason for reason in result.reasons)
+
+
+def test_a_trillion_parameters_on_4096_gpus_in_two_seconds():
+    model = ModelSpec.from_toml(EXAMPLES / "model-trillion.toml")
+    topology = Topology.from_toml(EXAMPLES / "cluster-4096.toml")
+    assert model.table_params > 0.99e12
+    began = time.process_time()
+    result = plan(model, topology, 1024)
+    assert time.process_time() - began < 2
+    assert result.best.memory["peak"] <= result.budget
+    assert result.best.memory["tables and moments"] * 4096 >= model.table_params * 4
+    text = str(result)
+    for word in ("GiB", "why", "runner-up", "waits for", "tables v"):
+        assert word in text
+
+
+def test_nothing_fits():
+    model = ModelSpec.from_toml(EXAMPLES / "model-trillion.toml")
+    with pytest.raises(NothingFitsError, match=r"most goes to tables and moments .* GiB") as error:
+        plan(model, Topology.from_toml(EXAMPLES / "h200-host.toml"), 64)
+    assert error.value.closest.layout.table_shard == 8
+    with pytest.raises(ValueError, match=r"world must be in 1\.\.8"):
+        plan(model, Topology.from_toml(EXAMPLES / "h200-host.toml"), 64, world=16)
+    with pytest.raises(ValueError, match="strategies"):
+        plan(model, cluster(), 64, strategies=("v4",))
+
+
+def test_exit_status(tmp_path, capsys):
+    model, host, many = (str(EXAMPLES / f"{name}.toml") for name in ("model-trillion", "h200-host", "cluster-4096"))
+    assert main([model, many, "--batch", "1024", "--exact", "--simulate"]) == 0
+    printed = capsys.readouterr().out
+    assert "scaling ratio" in printed
+    assert "tables v2: " not in printed
+    assert main([model, host, "--batch", "64"]) == 1
+    assert "nothing fits" in capsys.readouterr().err
+    assert main([model, str(tmp_path / "absent.toml"), "--batch", "64"]) == 2
+    (tmp_path / "m.toml").write_text('name = "x"\n[[layers]]\nname = "a"\nflop = 1.0\n')
+    assert main([str(tmp_path / "m.toml"), host, "--batch", "64"]) == 2
+    assert "m.toml: not a model" in capsys.readouterr().err
+
+
+def test_planning_needs_no_torch():
+    code = "import sys, gem_parallel.planner, gem_parallel.simulator; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- the simulator
+
+
+def test_without_disturbance_the_simulation_is_the_plan():
+    result = plan(small(), cluster(), 64, strategies=("v3",))
+    calm = simulate(result, Disturbance(sigma=0.0, stragglers=0.0, jitter=0.0))
+    assert calm.step_s == pytest.approx(result.best.step_s, rel=1e-12)
+    assert calm.lost_s["imbalance"] == calm.lost_s["slow ranks"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_losses_add_up_and_balance_helps():
+    result = plan(small(), cluster(), 64)
+    wild = simulate(result, Disturbance(stragglers=0.1, slow=0.5))
+    assert wild.step_s == pytest.approx(wild.ideal_s + sum(wild.lost_s.values()))
+    assert all(value >= 0 for value in wild.lost_s.values())
+    assert wild.lost_s["slow ranks"] > 0.2 * wild.ideal_s
+    balanced = simulate(result, Disturbance(balanced=0.9, stragglers=0.1, slow=0.5))
+    assert balanced.lost_s["imbalance"] < 0.2 * wild.lost_s["imbalance"]
+    assert balanced.imbalance - 1 == pytest.approx(0.1 * (wild.imbalance - 1))
+    assert "lost to imbalance" in str(wild)
+
+
+def test_work_is_the_mean_of_log_normal_samples():
+    work = Disturbance(sigma=1.0).samples(2000, 256)
+    assert work.mean() == pytest.approx(1.0, abs=0.01)
+    assert work.std() == pytest.approx(np.sqrt((np.e - 1) / 256), rel=0.1)
+    with pytest.raises(ValueError, match="balanced"):
+        Disturbance(balanced=2.0)
+
+
+def test_1d_tables_break_where_sharded_copies_go_on():
+    """More ranks in one all-to-all cost more messages and more imbalance; V3 keeps its group small."""
+    topology = Topology.from_toml(EXAMPLES / "cluster-4096.toml")
+    tables = (
+        TableSpec(name="a", rows=4_000_000, dim=128, pooling=200.0, count=4),
+        TableSpec(name="b", rows=100_000, dim=128, pooling=2.0, count=200),
+    )
+    layer = LayerSpec(name="l", flops=2e9, params=20_000_000, activation_bytes=1e6, count=6)
+    model = ModelSpec(name="m", layers=(layer,), tables=tables)
+    calm = Disturbance(sigma=0.0, stragglers=0.0, jitter=0.0)
+    worlds = (8, 512, 4096)
+    first = scaling_curve(model, topology, 512, worlds, strategies=("v1",), disturbance=calm)
+    third = scaling_curve(model, topology, 512, worlds, strategies=("v1", "v3"), disturbance=calm)
+    v1, v3 = ([row.scaling for _, row in rows] for rows in (first, third))
+    assert v1[0] == pytest.approx(v3[0])
+    assert v1[2] < v1[1] < v1[0]
+    assert v3[2] > 2 * v1[2]
+    huge = ModelSpec.from_toml(EXAMPLES / "model-trillion.toml")
+    (_, row), *_ = scaling_curve(huge, topology, 64, (8,))
+    assert "no layout" in row
+
+
+def test_every_op_lists_what_it_sends():
+    model, topology = small(), cluster(zone=64)
+    layout = Layout(world=64, fsdp=8, table_shard=16, table_copies=4, strategy="v3")
+    ops = step_ops(model, layout, place_tables(model, 16), 64, topology, EXACT)
+    by_kind: dict[str, np.ndarray] = {}
+    for op in ops:
+        if op.stream != COMPUTE:
+            by_kind[op.kind] = by_kind.get(op.kind, np.zeros(3)) + np.array(op.sent)
+    size = 40_000_000
+    np.testing.assert_allclose(by_kind["fsdp all-gather"].sum(), 2 * 2 * size * 7 / 8)
+    np.testing.assert_allclose(by_kind["fsdp reduce-scatter"].sum(), 4 * size * 7 / 8)
+    np.testing.assert_allclose(by_kind["replica all-reduce"].sum(), 2 * 4 * size / 8 * 7 / 8)
+    shard = model.table_params * 4 / 16
+    np.testing.assert_allclose(by_kind["table all-gather"], [shard * 3 / 4, 0, 0])
+    np.testing.assert_allclose(by_kind["table reduce-scatter"], [shard * 3 / 4, 0, 0])
