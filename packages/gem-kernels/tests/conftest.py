@@ -1,4 +1,4 @@
-"""Where there is no GPU, the Triton kernels are tested in Triton's interpreter, which must be chosen before Triton decorates a kernel."""
+"""Without a GPU, Triton kernels are tested in its interpreter, which must be chosen before a kernel is decorated."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The portable Triton kernels against the float64 reference, in the interpreter where there is no GPU: values, gradients, poison, bits."""
+"""The Triton kernels against the float64 reference, in the interpreter where there is no GPU."""
 
 import importlib
 
@@ -27,7 +27,9 @@ def heads(rows, n, dim, seed, device, dtype=torch.float32):
     return random_heads(rows, n, dim, seed=seed, device=device, dtype=dtype, requires_grad=True)
 
 
-def problem(device, *, q_lengths=EDGES, k_lengths=None, heads_q=2, heads_k=1, dim=16, dtype=torch.float32, shared=False):
+def problem(
+    device, *, q_lengths=EDGES, k_lengths=None, heads_q=2, heads_k=1, dim=16, dtype=torch.float32, shared=False
+):
     k_lengths = q_lengths[::-1] if k_lengths is None else k_lengths
     q = heads(5 if shared else sum(q_lengths), heads_q, dim, 1, device, dtype)
     k, v = (heads(sum(k_lengths), heads_k, dim, seed, device, dtype) for seed in (2, 3))
@@ -61,7 +63,9 @@ def compare(op, tensors, tolerance=None):
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_softmax(device, mask, shared):
     tensors, sizes = problem(device, shared=shared)
-    compare(lambda q, k, v, backend: jagged_attention(q, k, v, *sizes, **mask, return_lse=True, backend=backend), tensors)
+    compare(
+        lambda q, k, v, backend: jagged_attention(q, k, v, *sizes, **mask, return_lse=True, backend=backend), tensors
+    )
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -129,7 +133,9 @@ def test_extreme_scores(device, level):
     tensors, sizes = problem(device, q_lengths=[34, 9])
     bias = torch.full((1, 1, *sizes[2:]), level, device=device)
     compare(
-        lambda q, k, v, backend: jagged_attention(q, k, v, *sizes, bias=bias.to(q.dtype), return_lse=True, backend=backend),
+        lambda q, k, v, backend: jagged_attention(
+            q, k, v, *sizes, bias=bias.to(q.dtype), return_lse=True, backend=backend
+        ),
         tensors,
         tolerance=1e-4,  # float32 holds a score of 200 to 1e-5
     )
@@ -237,7 +243,10 @@ def test_opcheck(device):
     stills = [y.detach() for y in (x, x.clone(), x.clone())]
     for op, arguments in (
         (ops.jagged_attention, (q, k, v, q_offsets, k_offsets, bias, *tail)),
-        (ops.jagged_attention_backward, (d, torch.randn_like(lse), *still, q_offsets, k_offsets, bias.detach(), True, *tail)),
+        (
+            ops.jagged_attention_backward,
+            (d, torch.randn_like(lse), *still, q_offsets, k_offsets, bias.detach(), True, *tail),
+        ),
         (ops.gdpa, (q, k, v, q_offsets, k_offsets, *acted)),
         (ops.gdpa_backward, (d, *still[:3], q_offsets, k_offsets, *acted)),
         (ops.block_attention, (x, x.clone(), x.clone(), blocks, positions, 16, 0.25, None, 10.0, "triton")),
@@ -250,7 +259,8 @@ def test_opcheck(device):
 def test_compiles_without_a_graph_break(device):
     def model(q, k, v, q_offsets, k_offsets, max_q, max_k):
         out = jagged_attention(q, k, v, q_offsets, k_offsets, max_q, max_k, causal=True, backend="triton")
-        out = out + rope(gdpa(q, k, v, q_offsets, k_offsets, max_q, max_k, backend="triton"), q_offsets, backend="triton")
+        acted = gdpa(q, k, v, q_offsets, k_offsets, max_q, max_k, backend="triton")
+        out = out + rope(acted, q_offsets, backend="triton")
         return out + block_attention(q, q, q, q_offsets, backend="triton", rope=10.0)
 
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)

@@ -48,7 +48,7 @@ def check_problem(
     *,
     validate: bool,
 ) -> None:
-    """Everything that attention asks of its operands; offsets' values are read on a CPU, and on a GPU only with `validate`."""
+    """All that attention asks of its operands; offsets' values are read on a CPU, and on a GPU only with `validate`."""
     check_qkv(q, k, v)
     values = validate or q.device.type == "cpu"
     check_offsets("k_offsets", k_offsets, k.shape[0], max_k, q.device, values=values)
@@ -60,12 +60,14 @@ def check_problem(
         check_offsets("q_offsets", q_offsets, q.shape[0], max_q, q.device, values=values)
     if q_offsets.shape != k_offsets.shape:
         raise ValueError(
-            f"q_offsets and k_offsets must hold as many sequences; got {q_offsets.shape[0] - 1} and {k_offsets.shape[0] - 1}"
+            "q_offsets and k_offsets must hold as many sequences; "
+            f"got {q_offsets.shape[0] - 1} and {k_offsets.shape[0] - 1}"
         )
 
 
 def check_offsets(name: str, offsets: Tensor, total: int, max_len: int, device: torch.device, *, values: bool) -> None:
-    """Offsets must be [B + 1] int32/int64 on `device`, and with `values` also start at 0, ascend, end at `total`, fit `max_len`.
+    """Offsets must be [B + 1] int32/int64 on `device`, and with `values` also start at 0, ascend, end at `total`, fit
+    `max_len`.
 
     Reading the values of a CUDA tensor waits for the device.
     """
@@ -127,5 +129,6 @@ def check_bias(bias: Tensor, q: Tensor, batch: int, max_q: int, max_k: int) -> N
         or bias.shape[3] != max_k
     ):
         raise ValueError(
-            f"bias must be [{batch} or 1, {q.shape[1]} or 1, {max_q}, {max_k}] (batch, heads, max_q, max_k); got {tuple(bias.shape)}"
+            f"bias must be [{batch} or 1, {q.shape[1]} or 1, {max_q}, {max_k}] (batch, heads, max_q, max_k); "
+            f"got {tuple(bias.shape)}"
         )

@@ -1,7 +1,8 @@
-"""Build every kernel for several GPU architectures without a GPU: `python -m gem_kernels.compile_check [--arch 90] [--match dkv]`.
+"""Build every kernel for several GPU architectures without a GPU: `python -m gem_kernels.compile_check [--arch 90]
+[--match dkv]`.
 
-For each kernel it prints registers, spilled bytes, shared memory and the tensor-core instructions found in the PTX; it exits with 1
-when a kernel does not build. The cases come from `compile_cases()` of the operators' backends.
+For each kernel it prints registers, spilled bytes, shared memory and the tensor-core instructions found in the PTX;
+it exits with 1 when a kernel does not build. The cases come from `compile_cases()` of the operators' backends.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _resources(cubin: bytes, ptx: str, arch: int) -> str:
         file.write(ptx)
         file.flush()
         name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-        command = [assembler, "-v", "--gpu-name", name, file.name, "-o", os.devnull]
+        command = [str(assembler), "-v", "--gpu-name", name, file.name, "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
@@ -78,7 +79,7 @@ def _resources(cubin: bytes, ptx: str, arch: int) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m gem_kernels.compile_check", description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", type=int, action="append", help=f"compute capability, may be repeated; default {ARCHES}")
+    parser.add_argument("--arch", type=int, action="append", help=f"may be repeated; default {ARCHES}")
     parser.add_argument("--match", default="", help="only the cases whose name contains this")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") == "1":

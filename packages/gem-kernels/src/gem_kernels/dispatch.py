@@ -1,11 +1,12 @@
 """Which backend runs an operator, and why.
 
-An explicit argument wins (and raises where it cannot run), then the first of `PREFERENCE` that applies to the tensors at hand, then the
-reference. A backend is a module `gem_kernels.<operator>.<backend>`. It is imported only when something may run on it, and offers
+An explicit argument wins (and raises where it cannot run), then the first registered backend that applies to the
+tensors at hand, then the reference. A backend is a module `gem_kernels.<operator>.<backend>`. It is imported only when
+something may run on it, and offers
 
     applies(problem: Problem) -> tuple[bool, str]     # can it run this, and the reason
-    forward(...), backward(...)                       # the arguments of the operator's `reference` wrappers; see <operator>/__init__.py
-    compile_cases() -> list[CompileCase]              # optional: what `gem_kernels.compile_check` builds without a GPU
+    forward(...), backward(...)                       # called by the custom operators in <operator>/__init__.py
+    compile_cases() -> list[CompileCase]              # optional: what `compile_check` builds without a GPU
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ REFERENCE = "reference"
 class Problem:
     """What a backend must know to say whether it can run.
 
-    `features` names what is asked for beyond the plain case: "bias", "causal", "window", "shared_q" (learned queries), "grouped"
-    (fewer key heads than query heads), "rope", "return_lse", "activation:<name>", "block:<size>".
+    `features` names what is asked for beyond the plain case: "bias", "causal", "window", "shared_q" (learned
+    queries), "grouped" (fewer key heads than query heads), "rope", "return_lse", "activation:<name>", "block:<size>".
     """
 
     op: str

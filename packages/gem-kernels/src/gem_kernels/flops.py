@@ -1,8 +1,10 @@
-"""Useful FLOPs and bytes of the operators, exact for given lengths: only pairs of a query and a key that it sees are counted.
+"""Useful FLOPs and bytes of the operators, exact for given lengths: only pairs of a query and a key that it sees are
+counted.
 
-A multiply-add is 2 FLOPs and only the matrix products count, as is the custom for MFU. Forward has two products per visible pair (Q K^T and
-P V): 4 D FLOPs per pair and query head. Backward has five (S again, dV, dP, dQ, dK): 2.5 times the forward; recomputing S is counted, as
-FlashAttention's own figures do. `batch_flops` of a model, which counts no recomputation, takes 2 times.
+A multiply-add is 2 FLOPs and only the matrix products count, as is the custom for MFU. Forward has two products per
+visible pair (Q K^T and P V): 4 D FLOPs per pair and query head. Backward has five (S again, dV, dP, dQ, dK): 2.5
+times the forward; recomputing S is counted, as FlashAttention's own figures do. `batch_flops` of a model, which
+counts no recomputation, takes 2 times.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def pairs(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
 ) -> npt.NDArray[np.int64]:
-    """How many (query, key) pairs each sequence has, [B]; `k_lengths` defaults to `q_lengths`, the mask is `jagged_attention`'s."""
+    """How many (query, key) pairs each sequence has, [B]; the mask is `jagged_attention`'s."""
     q = _as_lengths("q_lengths", q_lengths)
     k = q if k_lengths is None else _as_lengths("k_lengths", k_lengths)
     if q.shape != k.shape:
@@ -88,8 +90,9 @@ def attention(
 ) -> Cost:
     """Cost of one `jagged_attention` (or, with softmax=False, `gdpa`) over these lengths.
 
-    `shared_q`: q_lengths (all equal) are those of learned queries read once for the whole batch. Bytes: forward reads Q, K, V and writes O (and
-    the float32 LSE); backward reads Q, K, V, dO (and O, LSE) and writes dQ, dK, dV. A bias is not counted.
+    `shared_q`: q_lengths (all equal) are those of learned queries read once for the whole batch. Bytes: forward reads
+    Q, K, V and writes O (and the float32 LSE); backward reads Q, K, V, dO (and O, LSE) and writes dQ, dK, dV. A bias
+    is not counted.
     """
     q = _as_lengths("q_lengths", q_lengths)
     k = q if k_lengths is None else _as_lengths("k_lengths", k_lengths)
@@ -116,7 +119,7 @@ def gdpa(q_lengths: Lengths, k_lengths: Lengths | None = None, **options) -> Cos
 def block_attention(
     lengths: Lengths, *, heads: int, head_dim: int, kv_heads: int | None = None, block: int = 64, element_size: int = 2
 ) -> Cost:
-    """Cost of one `block_attention`: the last block of a sequence is short; there is no LSE, and backward does not read O."""
+    """Cost of one `block_attention`: a sequence's last block is short; no LSE, and backward does not read O."""
     n = _as_lengths("lengths", lengths)
     last = n % block
     visible = (n // block) * block * block + last * last

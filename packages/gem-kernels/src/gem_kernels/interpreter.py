@@ -1,8 +1,8 @@
 """Makes Triton's CPU interpreter right for bfloat16, so that kernels can be tested without a GPU.
 
-The interpreter keeps bfloat16 as 16-bit integers. Its matrix product and arithmetic then work on the bit patterns, and its cast from
-float32 truncates where hardware rounds to nearest even. `install` routes these through float32. It changes the interpreter of this process
-only, once, and never compiled kernels.
+The interpreter keeps bfloat16 as 16-bit integers. Its matrix product and arithmetic then work on the bit patterns,
+and its cast from float32 truncates where hardware rounds to nearest even. `install` routes these through float32. It
+changes the interpreter of this process only, once, and never compiled kernels.
 """
 
 from __future__ import annotations

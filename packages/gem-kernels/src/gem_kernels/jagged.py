@@ -54,7 +54,8 @@ def longest(offsets: Tensor, max_len: int) -> int:
 
 
 def block_offsets(offsets: Tensor, total: int, block: int) -> Tensor:
-    """Offsets that cut every sequence into blocks of `block` tokens, the last one of each sequence shorter: [N + 1] int64.
+    """Offsets that cut every sequence into blocks of `block` tokens, the last one of each sequence shorter: [N + 1]
+    int64.
 
     N = total // block + B is a bound known without asking the device; what is over is empty blocks at the end.
     """

@@ -1,6 +1,7 @@
 """Modules around the operators, small enough that a precision recipe can replace them by name.
 
-Every forward takes jagged rows: x [T, C], offsets [B + 1] and max_len, a host int that is at least the longest sequence.
+Every forward takes jagged rows: x [T, C], offsets [B + 1] and max_len, a host int that is at least the longest
+sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tests of jagged operators need: random inputs, independent float64 formulas that loop over sequences, poison, errors."""
+"""What tests of jagged operators need: random inputs, float64 formulas that loop over sequences, poison, errors."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def loop_attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
 ) -> Rows:
-    """Attention by its definition, with softmax (activation None; also LSE) or an activation. Differentiable; inputs are made float64."""
+    """Attention by its definition in float64, with softmax (activation None; then also LSE) or an activation."""
     q, k, v = q.double(), k.double(), v.double()
     scale = q.shape[2] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]

@@ -1,7 +1,8 @@
 """What the portable Triton kernels share: tile loads, the ranges of tiles that a mask leaves, and how to launch.
 
-Legend for every kernel: BM query rows and BN key rows in a tile, D head dimension, DP = D rounded up to a power of two (at least 16),
-HEADS query heads, GROUP query heads per key head. A position is a query's place on the diagonal, i + (Lk - Lq).
+Legend for every kernel: BM query rows and BN key rows in a tile, D head dimension, DP = D rounded up to a power of
+two (at least 16), HEADS query heads, GROUP query heads per key head. A position is a query's place on the diagonal, i
++ (Lk - Lq).
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def query_ranges(first, last, diag, len_q, left, right, BM: tl.constexpr, LEFT: 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One launch configuration. There is one for each dtype, head dimension and kernel: nothing is tuned at run time."""
+    """One launch configuration. One for each dtype, head dimension and kernel: nothing is tuned at run time."""
 
     bm: int
     bn: int
@@ -153,7 +154,7 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, *args: 
         kernel[(programs,)](*args, **constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CompileCase:
     """A kernel to build without a GPU: argument types by name ("*bf16", "i32", ...), constants and launch options."""
 
@@ -170,8 +171,9 @@ class CompileCase:
 def signature(kernel: Any, dtype: str, constants: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Argument types of one of our kernels by the naming that they all follow, and which arguments are multiples of 16.
 
-    Names ending in `_offsets` are int64 pointers, `_f32` float32 pointers, `_ptr` pointers of the problem's dtype; `scale` and
-    `..._scale` are floats; every other argument is an int, and a stride (`_row`, `_head`, `_batch`) is a multiple of 16.
+    Names ending in `_offsets` are int64 pointers, `_f32` float32 pointers, `_ptr` pointers of the problem's dtype;
+    `scale` and `..._scale` are floats; every other argument is an int, and a stride (`_row`, `_head`, `_batch`) is a
+    multiple of 16.
     """
     types, divisible = {}, []
     for name in kernel.arg_names:

@@ -1,7 +1,9 @@
-"""Block attention in portable Triton: one tile per block and key head, with no online softmax, no LSE and no delta pass.
+"""Block attention in portable Triton: one tile per block and key head, with no online softmax, no LSE and no delta
+pass.
 
-The rotary embedding is fused: q and k are turned as they are loaded, and their gradients are turned back in float32 before the store. Backward
-recomputes P and is a single kernel, as a block's gradients depend on that block alone. See `tiling` for the legend.
+The rotary embedding is fused: q and k are turned as they are loaded, and their gradients are turned back in float32
+before the store. Backward recomputes P and is a single kernel, as a block's gradients depend on that block alone. See
+`tiling` for the legend.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def _softmax(s, inside):
 
 
 @triton.jit
-def _load_turned(ptr, rows, inside, stride, cos, sin, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
+def _load_turned(
+    ptr, rows, inside, stride, cos, sin, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, ROPE: tl.constexpr
+):  # fmt: skip
     x = load_rows(ptr, rows, inside, stride, D, DP, True)
     if ROPE:
         x = turn(x.to(tl.float32), cos, sin, BM, DP).to(x.dtype)
@@ -130,14 +134,16 @@ def _backward_kernel(
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
-    """What all portable kernels take, as far as a whole block fits in shared memory: backward holds five tiles of it."""
+    """What all portable kernels take, where a block fits in shared memory: backward holds five tiles of it."""
     able, reason = tiling_applies(problem)
     if able and problem.device.type == "cuda":
-        block = next(int(f.removeprefix("block:")) for f in problem.features if f.startswith("block:"))
+        block = next((int(f.removeprefix("block:")) for f in problem.features if f.startswith("block:")), 64)
         need = 5 * block * padded_dim(problem.head_dim) * problem.dtype.itemsize
-        have = torch.cuda.get_device_properties(problem.device).shared_memory_per_block_optin
+        properties = torch.cuda.get_device_properties(problem.device)
+        have = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
         if need > have:
-            return False, f"a block of {block} tokens of head dimension {problem.head_dim} needs {need} B of shared memory, not {have}"
+            size = f"block={block} at head dimension {problem.head_dim}"
+            return False, f"{size} needs {need} B of shared memory; the device has {have}"
     return able, reason
 
 
@@ -228,9 +234,5 @@ def compile_cases() -> list[CompileCase]:
             types, divisible = signature(kernel, name, constants)
             arch = (80, 90, 100) if dim > 128 else (80, 90, 100, 120)  # as `applies` says
             label = f"block_attention {phase} {name} d{dim} {activation}{' rope' if rope else ''}"
-            cases.append(
-                CompileCase(
-                    name=label, kernel=kernel, signature=types, constants=constants, tile=t, divisible=divisible, arch=arch
-                )
-            )
+            cases.append(CompileCase(label, kernel, types, constants, t, divisible, arch))
     return cases

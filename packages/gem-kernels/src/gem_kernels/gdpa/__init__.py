@@ -33,14 +33,15 @@ def gdpa(
     backend: str | None = None,
     validate: bool = False,
 ) -> Tensor:
-    """Attention with an element-wise activation, on jagged tensors: self-attention, cross-attention and PMA in one operator.
+    """Attention with an element-wise activation, on jagged tensors: self-attention, cross-attention and PMA in one
+    operator.
 
     For each sample b and head h, with Q, K, V that sample's rows::
 
         O = out_scale * act(scale Q K^T) V
 
-    HSTU is the member act = silu, out_scale = 1 / N. Tensors, offsets, maxima, `causal`, `window`, `backend`, `validate` and the errors
-    raised are those of `jagged_attention`.
+    HSTU is the member act = silu, out_scale = 1 / N. Tensors, offsets, maxima, `causal`, `window`, `backend`,
+    `validate` and the errors raised are those of `jagged_attention`.
 
     Args:
         q: [Tq, H, D], or [Lq, H, D] learned queries with `q_offsets=None`.
@@ -50,8 +51,8 @@ def gdpa(
         k_offsets: [B + 1].
         max_q: at least the longest query sequence.
         max_k: at least the longest key sequence.
-        activation: identity, relu, relu2 (relu squared), leaky_relu (slope 0.01), gelu (erf), gelu_tanh, gelu_poly (no transcendental,
-            within `activations.GELU_ERROR` of gelu), silu or hardswish.
+        activation: identity, relu, relu2 (relu squared), leaky_relu (slope 0.01), gelu (erf), gelu_tanh, gelu_poly
+            (no transcendental, within `activations.GELU_ERROR` of gelu), silu or hardswish.
         scale: 1 / sqrt(D) by default.
         out_scale: a factor of the output.
         causal: query i sees keys j <= i + (Lk - Lq).

@@ -1,7 +1,8 @@
 """Element-wise activations of GDPA: every one maps 0 to 0, so that zero-filled padding adds nothing and needs no mask.
 
-`gelu_poly` is GELU without a transcendental: x / 2 + g(x^2) for |x| < GELU_RANGE and relu(x) beyond, g a polynomial fitted to the even part
-of erf-GELU (minimax, meeting |x| / 2 at the border in value and slope). Its error is at most GELU_ERROR everywhere.
+`gelu_poly` is GELU without a transcendental: x / 2 + g(x^2) for |x| < GELU_RANGE and relu(x) beyond, g a polynomial
+fitted to the even part of erf-GELU (minimax, meeting |x| / 2 at the border in value and slope). Its error is at most
+GELU_ERROR everywhere.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def attention(
     left: int = -1,
     right: int = -1,
 ) -> Tensor:
-    """O [Tq, H, D]. Padding needs no mask: its keys and values are 0, and act(0) = 0, so hiding a score is multiplying by 0."""
+    """O [Tq, H, D]. As act(0) = 0, padding needs no mask (its keys are 0), and a score times 0 is hidden."""
     dense = densify(q, k, v, q_offsets, k_offsets, max_q, max_k)
     s = dense.scores(scale)  # [B, H, Lq, Lk]
     if left != UNLIMITED or right != UNLIMITED:

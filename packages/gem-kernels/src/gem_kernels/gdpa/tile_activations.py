@@ -1,4 +1,5 @@
-"""GDPA's activations and their derivatives on float32 tiles, for portable Triton kernels; `activations` is the specification.
+"""GDPA's activations and their derivatives on float32 tiles, for portable Triton kernels; `activations` is the
+specification.
 
 Constants stand to the right of tiles: the interpreter does not unwrap them on the left.
 """

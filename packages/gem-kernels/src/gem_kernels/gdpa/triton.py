@@ -1,7 +1,7 @@
 """GDPA in portable Triton: split backward, no atomics, so every run gives the same bits.
 
-Nothing is kept from the forward pass. Zero-filled padding needs no mask in either pass, as act(0) = 0 and the padded rows of V and dO are 0:
-only the edges of a causal mask or a window do. See `tiling` for the legend.
+Nothing is kept from the forward pass. Zero-filled padding needs no mask in either pass, as act(0) = 0 and the padded
+rows of V and dO are 0: only the edges of a causal mask or a window do. See `tiling` for the legend.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _forward_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SHARED: tl.constexpr, ACT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, h, b = tl.program_id(0) % tiles, tl.program_id(0) // tiles % HEADS, tl.program_id(0) // tiles // HEADS
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    h, b = rest % HEADS, rest // HEADS
     if SHARED:
         start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b.to(tl.int64) * max_q
     else:
@@ -113,7 +114,8 @@ def _dq_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SHARED: tl.constexpr, ACT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, h, b = tl.program_id(0) % tiles, tl.program_id(0) // tiles % HEADS, tl.program_id(0) // tiles // HEADS
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    h, b = rest % HEADS, rest // HEADS
     if SHARED:  # dQ of each sample goes to its own rows, and is summed over the batch outside
         start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b.to(tl.int64) * max_q
     else:
@@ -174,7 +176,8 @@ def _dkv_kernel(
     SHARED: tl.constexpr, ACT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    tile, hk, b = tl.program_id(0) % tiles, tl.program_id(0) // tiles % KV_HEADS, tl.program_id(0) // tiles // KV_HEADS
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    hk, b = rest % KV_HEADS, rest // KV_HEADS
     start_k, len_k = span(k_offsets, b)
     if tile * BN >= len_k:
         return
@@ -211,7 +214,7 @@ def _dkv_kernel(
 
 
 def tile(phase: str, dtype: torch.dtype, dim: int) -> Tile:
-    """The fixed configuration of a kernel: "forward", "dq" or "dkv". Fits the 99 KB of shared memory that every card has."""
+    """The fixed configuration of a kernel: "forward", "dq" or "dkv". Fits the 99 KB of shared memory of every card."""
     if dtype not in HALF:  # float32 products run on the vector units: small tiles keep them in registers
         return Tile(bm=32, bn=32, warps=8, stages=1) if dim <= 128 else Tile(bm=16, bn=16, warps=4, stages=1)
     if phase == "forward":
@@ -304,7 +307,8 @@ def backward(
     tiles = triton.cdiv(max_k, t.bn)
     launch(
         _dkv_kernel, tiles * kv_heads * batch, q.device, t,
-        dout, q, k, v, dk, dv, q_offsets, k_offsets, scale, out_scale, *strides(dout, q, k, v), max_q, tiles, left, right,
+        dout, q, k, v, dk, dv, q_offsets, k_offsets, scale, out_scale, *strides(dout, q, k, v),
+        max_q, tiles, left, right,
         **constants, BM=t.bm, BN=t.bn,
     )  # fmt: skip
     if shared:
@@ -327,12 +331,10 @@ def compile_cases() -> list[CompileCase]:
         for name, dtype, dim, activation, window in problems:
             t = tile(phase, dtype, dim)
             constants: dict[str, object] = {
-                "HEADS": 4, "GROUP": 1, "D": dim, "DP": dim, "BM": t.bm, "BN": t.bn, "SHARED": False, "PRECISION": "ieee",
-                "ACT": activation, "LEFT": window, "RIGHT": window,
+                "HEADS": 4, "GROUP": 1, "D": dim, "DP": dim, "BM": t.bm, "BN": t.bn, "SHARED": False,
+                "PRECISION": "ieee", "ACT": activation, "LEFT": window, "RIGHT": window,
             }  # fmt: skip
             types, divisible = signature(kernel, name, constants)
             label = f"gdpa {phase} {name} d{dim} {activation}{' window' if window else ''}"
-            cases.append(
-                CompileCase(name=label, kernel=kernel, signature=types, constants=constants, tile=t, divisible=divisible)
-            )
+            cases.append(CompileCase(label, kernel, types, constants, t, divisible))
     return cases

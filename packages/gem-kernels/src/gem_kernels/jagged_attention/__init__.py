@@ -39,8 +39,8 @@ def jagged_attention(
         S = scale Q K^T + bias        P = softmax(S)        O = P V        LSE = log sum exp S
 
     Args:
-        q: [Tq, H, D] float16, bfloat16, float32 or float64. With `q_offsets=None`, [Lq, H, D] learned queries that every sample
-            uses (PMA); its gradient sums over the batch in a fixed order.
+        q: [Tq, H, D] float16, bfloat16, float32 or float64. With `q_offsets=None`, [Lq, H, D] learned queries that
+            every sample uses (PMA); its gradient sums over the batch in a fixed order.
         k: [Tk, Hkv, D] in q's dtype; Hkv divides H, and query head h reads key head h // (H / Hkv).
         v: [Tk, Hkv, D].
         q_offsets: [B + 1] int32 or int64 on the same device, from 0 to Tq; or None.
@@ -48,14 +48,15 @@ def jagged_attention(
         max_q: at least the longest query sequence (Lq when `q_offsets` is None). A host int: it sizes the launch.
         max_k: at least the longest key sequence.
         scale: 1 / sqrt(D) by default.
-        bias: [B or 1, H or 1, max_q, max_k], any floating dtype; its gradient is summed over broadcast dims in a fixed order.
+        bias: [B or 1, H or 1, max_q, max_k], any floating dtype; its gradient is summed over broadcast dims in a
+            fixed order.
         causal: query i sees keys j <= i + (Lk - Lq): the diagonal ends at both sequences' last token.
-        window: (left, right): query i sees keys from i + (Lk - Lq) - left to i + (Lk - Lq) + right; -1 or None is unlimited.
-            `causal` makes right 0.
+        window: (left, right): query i sees keys from i + (Lk - Lq) - left to i + (Lk - Lq) + right; -1 or None is
+            unlimited. `causal` makes right 0.
         return_lse: also return LSE. It can be differentiated.
         backend: "reference", "triton" or "hopper"; None lets `dispatch` choose.
-        validate: also check the offsets' values on a GPU, which waits for the device; on a CPU they always are. Unchecked, a sequence
-            longer than its maximum is cut short.
+        validate: also check the offsets' values on a GPU, which waits for the device; on a CPU they always are.
+            Unchecked, a sequence longer than its maximum is cut short.
 
     Returns:
         O: [Tq, H, D] ([B * Lq, H, D] for learned queries) in q's dtype. A query that sees no key gets 0.

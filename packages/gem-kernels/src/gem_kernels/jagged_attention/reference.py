@@ -28,7 +28,7 @@ def attention(
     len_q, len_k = dense.shape[2:]
     s = dense.scores(scale)  # [B, H, Lq, Lk]
     first, after = dense.interval(left, right)
-    # A finite floor, rather than -inf, keeps NaN out of rows that see no key; adding it is much faster than masked_fill.
+    # A finite floor, not -inf, keeps NaN out of rows that see no key; adding it is much faster than masked_fill.
     s = s + dense.hidden(first, after, s.dtype).mul_(torch.finfo(s.dtype).min / 4)
     if bias is not None:
         s = s + bias[:, :, :len_q, :len_k].to(s.dtype)

@@ -1,7 +1,7 @@
 """Jagged softmax attention in portable Triton: split backward, no atomics, so every run gives the same bits.
 
-Forward keeps the online softmax in base 2. Backward has one kernel for dQ (it also makes delta = rowsum(dO o O) - dLSE, which the next one
-reads), one for dK and dV, and one for the bias. See `tiling` for the legend.
+Forward keeps the online softmax in base 2. Backward has one kernel for dQ (it also makes delta = rowsum(dO o O) -
+dLSE, which the next one reads), one for dK and dV, and one for the bias. See `tiling` for the legend.
 """
 
 from __future__ import annotations
@@ -51,34 +51,36 @@ def _scores(
 
 @triton.jit
 def _forward_range(
-    acc, m, l, q, rows, lo, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k, diag, scale, left, right,
+    acc, m, total, q, rows, lo, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k, diag, scale, left, right,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for start in range(lo, hi, BN):
         cols = start + tl.arange(0, BN)
         k = load_rows(k_ptr, cols, cols < len_k, k_row, D, DP, MASKED)
-        s = _scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, diag, scale, bias_ptr, left, right,
-                    BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
+        s = _scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, diag, scale, bias_ptr,
+                    left, right, BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         p = tl.exp2(s - shift[:, None])
         alpha = tl.exp2(m - shift)
-        l = l * alpha + tl.sum(p, 1)
+        total = total * alpha + tl.sum(p, 1)
         v = load_rows(v_ptr, cols, cols < len_k, v_row, D, DP, MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
-    return acc, m, l
+    return acc, m, total
 
 
 @triton.jit(do_not_specialize=["max_q", "max_k", "tiles", "left", "right"])
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_f32, q_offsets, k_offsets, scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head, max_q, max_k, tiles, left, right,
+    q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head,
+    max_q, max_k, tiles, left, right,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SHARED: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, h, b = tl.program_id(0) % tiles, tl.program_id(0) // tiles % HEADS, tl.program_id(0) // tiles // HEADS
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    h, b = rest % HEADS, rest // HEADS
     if SHARED:
         start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b.to(tl.int64) * max_q
     else:
@@ -99,20 +101,20 @@ def _forward_kernel(
     lo, full_lo, full_hi, hi = key_ranges(tile * BM + diag, last + diag, len_k, left, right, BN, LEFT, RIGHT)
     acc = tl.zeros((BM, DP), tl.float32)
     m = tl.full((BM,), float("-inf"), tl.float32)
-    l = tl.zeros((BM,), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
     if LEFT:
-        acc, m, l = _forward_range(
-            acc, m, l, q, rows, lo, tl.minimum(full_lo, hi), k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
-            diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
-    acc, m, l = _forward_range(
-        acc, m, l, q, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
+        acc, m, total = _forward_range(
+            acc, m, total, q, rows, lo, tl.minimum(full_lo, hi), k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
+            max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+    acc, m, total = _forward_range(
+        acc, m, total, q, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
         diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, False, PRECISION)  # fmt: skip
-    acc, m, l = _forward_range(
-        acc, m, l, q, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
+    acc, m, total = _forward_range(
+        acc, m, total, q, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
         diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
-    out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out_ptr + (start_o * HEADS + h) * D, out, rows, inside, HEADS * D, D, DP)
-    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(tl.where(l == 0.0, 1.0, l))) * LN2)
+    lse = tl.where(total == 0.0, float("-inf"), (m + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN2)
     tl.store(lse_f32 + (start_o + rows) * HEADS + h, lse, mask=inside)
 
 
@@ -126,8 +128,8 @@ def _dq_range(
         cols = start + tl.arange(0, BN)
         k = load_rows(k_ptr, cols, cols < len_k, k_row, D, DP, MASKED)
         v = load_rows(v_ptr, cols, cols < len_k, v_row, D, DP, MASKED)
-        s = _scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, diag, scale, bias_ptr, left, right,
-                    BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
+        s = _scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, diag, scale, bias_ptr,
+                    left, right, BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
         p = tl.exp2(s - lse2[:, None])
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
@@ -138,12 +140,14 @@ def _dq_range(
 @triton.jit(do_not_specialize=["max_q", "max_k", "tiles", "left", "right"])
 def _dq_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_f32, dlse_f32, delta_f32, dq_ptr, q_offsets, k_offsets, scale,
-    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head, max_q, max_k, tiles, left, right,
+    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head,
+    max_q, max_k, tiles, left, right,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SHARED: tl.constexpr, BIAS: tl.constexpr, DLSE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, h, b = tl.program_id(0) % tiles, tl.program_id(0) // tiles % HEADS, tl.program_id(0) // tiles // HEADS
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    h, b = rest % HEADS, rest // HEADS
     if SHARED:  # dQ of each sample goes to its own rows, and is summed over the batch outside
         start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b.to(tl.int64) * max_q
     else:
@@ -203,9 +207,10 @@ def _dkv_range(
             lse = tl.load(lse_f32 + rows.to(tl.int64) * HEADS)
             delta = tl.load(delta_f32 + rows.to(tl.int64) * HEADS)
         lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
-        # Transposed, [BN, BM]. Padded query rows are 0 in q, do and delta and add nothing, unless a bias makes their P infinite.
-        s = _scores(k, tl.trans(q), rows[None, :], cols[:, None], len_k, max_q, max_k, diag, scale, bias_ptr, left, right,
-                    BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
+        # Transposed, [BN, BM]. Padded query rows are 0 in q, do and delta and add nothing, unless a bias makes their P
+        # infinite.
+        s = _scores(k, tl.trans(q), rows[None, :], cols[:, None], len_k, max_q, max_k, diag, scale, bias_ptr,
+                    left, right, BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
         p = tl.exp2(s - lse2[None, :])
         if BIAS and MASKED:
             p = tl.where(inside[None, :], p, 0.0)
@@ -219,12 +224,14 @@ def _dkv_range(
 @triton.jit(do_not_specialize=["max_q", "max_k", "tiles", "left", "right"])
 def _dkv_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_f32, delta_f32, dk_ptr, dv_ptr, q_offsets, k_offsets, scale,
-    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head, max_q, max_k, tiles, left, right,
+    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head,
+    max_q, max_k, tiles, left, right,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SHARED: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    tile, hk, b = tl.program_id(0) % tiles, tl.program_id(0) // tiles % KV_HEADS, tl.program_id(0) // tiles // KV_HEADS
+    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    hk, b = rest % KV_HEADS, rest // KV_HEADS
     start_k, len_k = span(k_offsets, b)
     if tile * BN >= len_k:
         return
@@ -272,12 +279,13 @@ def _dkv_kernel(
 @triton.jit(do_not_specialize=["batch", "max_q", "max_k", "tiles", "left", "right"])
 def _dbias_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_f32, delta_f32, dbias_ptr, q_offsets, k_offsets, scale,
-    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head, batch, max_q, max_k, tiles, left, right,
+    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head,
+    batch, max_q, max_k, tiles, left, right,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SHARED: tl.constexpr, ALL_BATCH: tl.constexpr, ALL_HEADS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the bias's gradient: dS, summed over the samples and heads that share it, always in the same order."""
+    """One tile of the bias's gradient: dS, summed over the samples and heads that share it in a fixed order."""
     col_tiles = tl.cdiv(max_k, BN)
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     first_h, first_b = 0, 0
@@ -329,12 +337,12 @@ def _dbias_kernel(
 
 
 def tile(phase: str, dtype: torch.dtype, dim: int, bias: bool = False) -> Tile:
-    """The fixed configuration of a kernel: "forward", "dq", "dkv" or "dbias". Fits the 99 KB of shared memory of every card."""
+    """The fixed configuration of a kernel ("forward", "dq", "dkv", "dbias"); 99 KB of shared memory suffice."""
     if dtype not in HALF:  # float32 products run on the vector units: small tiles keep them in registers
         return Tile(bm=32, bn=32, warps=8, stages=1) if dim <= 128 else Tile(bm=16, bn=16, warps=4, stages=1)
     if phase == "forward" and dim <= 128:
         if bias:
-            return Tile(bm=64, bn=64, warps=4, stages=2)
+            return Tile(bm=64, bn=64, warps=8, stages=2)
         return Tile(bm=128, bn=64, warps=4, stages=3) if dim <= 64 else Tile(bm=128, bn=64, warps=8, stages=2)
     if phase == "forward":
         return Tile(bm=64, bn=32, warps=4, stages=2)
@@ -479,14 +487,12 @@ def compile_cases() -> list[CompileCase]:
                 continue
             t = tile(phase, dtype, dim, everything)
             constants: dict[str, object] = {
-                "HEADS": 4, "GROUP": 1, "D": dim, "DP": dim, "BM": t.bm, "BN": t.bn, "SHARED": False, "PRECISION": "ieee",
-                "LEFT": everything, "RIGHT": everything,
+                "HEADS": 4, "GROUP": 1, "D": dim, "DP": dim, "BM": t.bm, "BN": t.bn, "SHARED": False,
+                "PRECISION": "ieee", "LEFT": everything, "RIGHT": everything,
             }  # fmt: skip
             extra = {"BIAS": everything, "DLSE": False, "ALL_BATCH": False, "ALL_HEADS": False}
             constants |= {key: value for key, value in extra.items() if key in kernel.arg_names}
             types, divisible = signature(kernel, name, constants)
             label = f"jagged_attention {phase} {name} d{dim}{' window bias' if everything else ''}"
-            cases.append(
-                CompileCase(name=label, kernel=kernel, signature=types, constants=constants, tile=t, divisible=divisible)
-            )
+            cases.append(CompileCase(label, kernel, types, constants, t, divisible))
     return cases

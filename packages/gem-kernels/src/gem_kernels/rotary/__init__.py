@@ -62,7 +62,8 @@ def rope(
 
     Args:
         x: [T, H, D] floating, D even; any strides with the last one 1.
-        offsets: [B + 1] int32 or int64; positions count from 0 in every sequence. May be None when `positions` is given.
+        offsets: [B + 1] int32 or int64; positions count from 0 in every sequence. May be None when `positions` is
+            given.
         base: of the geometric series of frequencies.
         positions: [T], integers or floats, instead of counting. No gradient flows to them.
         backend: "reference" or "triton"; None lets `dispatch` choose.

@@ -84,9 +84,5 @@ def compile_cases() -> list[CompileCase]:
             "HEADS": 4, "D": dim, "DP": dim, "BM": t.bm, "LOG2_BASE": math.log2(1e4), "INVERSE": True,
         }  # fmt: skip
         types, divisible = signature(_kernel, "bf16", constants)
-        cases.append(
-            CompileCase(
-                name=f"rotary bf16 d{dim}", kernel=_kernel, signature=types, constants=constants, tile=t, divisible=divisible
-            )
-        )
+        cases.append(CompileCase(f"rotary bf16 d{dim}", _kernel, types, constants, t, divisible))
     return cases

@@ -1,0 +1,56 @@
+"""FLOPs and bytes against counting one by one."""
+
+import numpy as np
+import pytest
+from gem_kernels import flops
+from gem_kernels.testing import seen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+side = st.one_of(st.none(), st.integers(-1, 12))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=4),
+    causal=st.booleans(),
+    window=st.one_of(st.none(), st.tuples(side, side)),
+)
+def test_pairs_are_those_that_attention_sees(lengths, causal, window):
+    q, k = [a for a, _ in lengths], [b for _, b in lengths]
+    expected = [int(seen(a, b, causal, window).sum()) for a, b in lengths]
+    assert flops.pairs(q, k, causal=causal, window=window).tolist() == expected
+
+
+def test_attention_counts_two_products_forward_and_five_backward():
+    lengths = np.array([3, 0, 5])
+    cost = flops.attention(lengths, heads=4, head_dim=8, kv_heads=2)
+    pairs = 9 + 25
+    assert cost.forward_flops == 2 * 2 * pairs * 8 * 4
+    assert cost.backward_flops == 5 * 2 * pairs * 8 * 4
+    q, kv, lse = 8 * 4 * 8 * 2, 2 * 8 * 2 * 8 * 2, 8 * 4 * 4
+    assert cost.forward_bytes == q + kv + q + lse
+    assert cost.backward_bytes == (q + kv + q + q + lse) + (q + kv)
+
+
+def test_learned_queries_are_read_once():
+    plain = flops.gdpa([4, 4, 4], [7, 0, 2], heads=2, head_dim=16)
+    shared = flops.gdpa([4, 4, 4], [7, 0, 2], heads=2, head_dim=16, shared_q=True)
+    assert shared.forward_flops == plain.forward_flops == 4 * 16 * 2 * 4 * 9
+    assert plain.forward_bytes - shared.forward_bytes == 8 * 2 * 16 * 2
+
+
+def test_blocks():
+    cost = flops.block_attention([0, 64, 65, 130], heads=1, head_dim=4)
+    assert cost.forward_flops == 4 * 4 * (64**2 + 64**2 + 1 + 2 * 64**2 + 4)
+    assert cost.forward_bytes == 4 * 259 * 4 * 2
+    assert cost.backward_bytes == 7 * 259 * 4 * 2
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="must not be negative; got -1"):
+        flops.pairs([3, -1])
+    with pytest.raises(ValueError, match="as many sequences; got 1 and 2"):
+        flops.pairs([3], [1, 2])
+    with pytest.raises(ValueError, match="window sides"):
+        flops.pairs([3], window=(-2, 0))
