@@ -1,7 +1,7 @@
 """Create the skeleton of a package: `python tools/new_package.py gem-foo "One line." dep1 dep2`.
 
-Every package has the same bones (its own version, README, changelog, licence, typed marker and a first test), so that a new
-one starts complete and the existing ones stay alike.
+Every package has the same bones (its own version, README, changelog, licence, typed marker and a first test), so that a
+new one starts complete and the existing ones stay alike.
 """
 
 from __future__ import annotations
