@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from gem_data.collate import Collator
     from gem_data.loader import Loader, LoaderConfig
     from gem_data.log import EventLog, History
-    from gem_data.schema import Column, Counter, Schema, Task
+    from gem_data.schema import Column, Counter, Schema, Source, Task
     from gem_data.sources import SourceUnavailable
     from gem_data.split import Split, time_split
+    from gem_data.vocabulary import Vocabulary
 
 # Imported when first used: a schema or a log needs no torch.
 _HOME = {
@@ -31,9 +32,11 @@ _HOME = {
     "Loader": "loader",
     "LoaderConfig": "loader",
     "Schema": "schema",
+    "Source": "schema",
     "SourceUnavailable": "sources",
     "Split": "split",
     "Task": "schema",
+    "Vocabulary": "vocabulary",
     "build_log": "build",
     "time_split": "split",
 }
@@ -51,9 +54,11 @@ __all__ = [
     "Loader",
     "LoaderConfig",
     "Schema",
+    "Source",
     "SourceUnavailable",
     "Split",
     "Task",
+    "Vocabulary",
     "__version__",
     "build_log",
     "time_split",

@@ -7,7 +7,7 @@ trains on the same batches, and a position is two integers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gem_data.batch import JaggedBatch
-from gem_data.collate import Collator
+from gem_data.collate import Collator, MaxHistory
 from gem_data.log import EventLog
 from gem_data.prefetch import prefetched
 from gem_data.validate import mix64
@@ -36,7 +36,7 @@ class LoaderConfig:
     """
 
     batch_size: int
-    max_history: int
+    max_history: MaxHistory
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = True
@@ -44,9 +44,13 @@ class LoaderConfig:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("max_history", 0), ("seed", 0), ("prefetch", 0)):
+        for name, least in (("batch_size", 1), ("seed", 0), ("prefetch", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
+        limits = self.max_history.values() if isinstance(self.max_history, Mapping) else [self.max_history]
+        for limit in limits:
+            if limit < 0:
+                raise ValueError(f"max_history must be 0 or more, not {limit}")
         if self.seed >= 2**64:
             raise ValueError(f"seed must be under 2^64, not {self.seed}")
 

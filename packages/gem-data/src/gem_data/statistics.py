@@ -21,10 +21,10 @@ class Moments:
 
     def add(self, values: NDArray[Any]) -> None:
         """Take in rows [n] or [n, width]."""
-        x = np.asarray(values, np.float64).reshape(len(values), -1)
-        n = len(x)
+        n = len(values)
         if n == 0:
             return
+        x = np.asarray(values, np.float64).reshape(n, -1)
         mean = x.mean(axis=0)
         squares = ((x - mean) ** 2).sum(axis=0)
         low, high = x.min(axis=0), x.max(axis=0)

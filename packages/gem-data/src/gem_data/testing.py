@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gem_data.log import EventLog
-from gem_data.schema import Column, Counter, Schema, Task
+from gem_data.schema import Column, Counter, Schema, Source, Task
 
 Array = NDArray[Any]
 
@@ -65,9 +67,76 @@ def small_events(n: int, *, seed: int = 0, users: int = 6, items: int = 7, times
     )
 
 
-def brute_history(log: EventLog, row: int, max_history: int) -> list[int]:
+def rich_schema(*, users: int = 6, delay: int = 0, counters: bool = True, lag: int | None = 25) -> Schema:
+    """Two sources, multi-valued ids, bit masks, text keys of both kinds of vocabulary, defaults and delays."""
+    plain = small_schema(users=users)
+    return Schema(
+        name="rich",
+        columns=(
+            Column(name="user", kind="id", role="user", cardinality=users),
+            Column(name="type", kind="id", role="context", cardinality=4),
+            Column(name="item", kind="id", role="context", cardinality=6, vocabulary="frequency", min_count=2),
+            Column(name="page", kind="id", role="context", cardinality=5, vocabulary="hash"),
+            Column(name="tags", kind="ids", role="context", cardinality=9, default=0),
+            Column(name="price", kind="float", role="context", default=-1),
+            Column(name="embedding", kind="vector", role="context", size=2),
+            Column(name="did", kind="bits", role="outcome", size=3, delay=lag),
+            Column(name="replies", kind="ids", role="outcome", cardinality=5, delay=lag),
+        ),
+        tasks=(
+            Task(name="click", column="did", bit=0),
+            Task(name="buy", column="did", bit=2, given="click"),
+        ),
+        counters=(
+            *(replace(c, over=None) for c in plain.counters if c.kind in ("count", "since")),
+            Counter(name="item_click", kind="rate", key=("item",), task="click", prior=2.0),
+            Counter(name="user_buy", kind="rate", key=("user",), task="buy"),
+            Counter(name="lift", kind="residual", key=("user",), task="click", against="item_click"),
+        )
+        if counters
+        else (),
+        sources=(
+            Source(name="views", column="type", values=(0, 1)),
+            Source(name="orders", column="type", values=(1, 3), columns=("item", "price", "did", "tags")),
+        ),
+        delay=delay,
+    )
+
+
+def rich_events(n: int, *, seed: int = 0, users: int = 6, times: int = 12, first: int = 1000) -> pa.Table:
+    """`n` random events for `rich_schema`, in random order, with missing values where there are defaults."""
+    rng = np.random.default_rng(seed)
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(rng.normal(size=2 * n).astype(np.float32)), 2)
+
+    def lists(top: int) -> list[list[int]]:
+        return [rng.integers(top, size=k).tolist() for k in rng.integers(4, size=n)]
+
+    return pa.table(
+        {
+            "user": rng.integers(users, size=n),
+            "time": rng.integers(times, size=n) * 10 + first,
+            "type": rng.integers(4, size=n),
+            "item": [f"item-{k}" for k in rng.zipf(1.7, size=n)],
+            "page": rng.integers(-(10**15), 10**15, size=n),
+            "tags": pa.array([None if rng.random() < 0.2 else x for x in lists(9)], pa.list_(pa.int64())),
+            "price": pa.array(rng.normal(size=n), mask=rng.random(n) < 0.2),
+            "embedding": vectors,
+            "did": rng.integers(8, size=n),
+            "replies": lists(5),
+        }
+    )
+
+
+def brute_history(log: EventLog, row: int, max_history: int, source: str | None = None) -> list[int]:
     """The rows of one history, by looking at every row."""
-    before = [r for r in range(len(log)) if log.user[r] == log.user[row] and log.time[r] < log.time[row]]
+    delay = log.schema.delay
+    before = [r for r in range(len(log)) if log.user[r] == log.user[row] and log.time[r] + delay < log.time[row]]
+    if source is not None:
+        of = next(s for s in log.schema.sources if s.name == source)
+        before = [r for r in before if log.column(of.column)[r] in of.values]
+    # What was appended after the row was not there when its request was made.
+    bases = [g.first for g in log.generations]
+    before = [r for r in before if bisect_right(bases, r) <= bisect_right(bases, row)]
     before.sort(key=lambda r: (log.time[r], r))
     return before[-max_history:] if max_history else []
 
@@ -77,9 +146,15 @@ def brute_counter(log: EventLog, name: str, row: int) -> float:
     schema = log.schema
     counter = {c.name: c for c in schema.counters}[name]
 
+    delay = schema.delay
+    if counter.task is not None:
+        rules = [schema.task(counter.task)]
+        rules += [schema.task(r.given) for r in rules if r.given]
+        delay = max(delay, *(schema.column(r.column).delay or 0 for r in rules))
+
     def earlier(of: int, key: tuple[str, ...]) -> list[int]:
         same = [r for r in range(len(log)) if all(log.column(k)[r] == log.column(k)[of] for k in key)]
-        return [r for r in same if log.time[r] < log.time[of]]
+        return [r for r in same if log.time[r] + delay < log.time[of]]
 
     past = earlier(row, counter.key)
     if counter.kind == "count":

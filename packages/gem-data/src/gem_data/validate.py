@@ -245,7 +245,7 @@ def _lists(array: pa.Array, column: Column, texts: dict[str, dict[int, str]]) ->
         raise TypeError(f"column {column.name!r} has the Arrow type {kind}; expected a list of integers")
     null = pc.is_null(array).to_numpy(zero_copy_only=False)
     fault = np.where(null & (column.default is None), MISSING, 0).astype(np.int8)
-    lengths = np.asarray(pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False), np.int64)
+    lengths = np.array(pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False), np.int64)
     lengths[null] = 0
     values, inner = _ids(pc.list_flatten(array), column, texts)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
