@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from gem_kernels import block_attention, gdpa, jagged_attention, rope
 from gem_kernels.dispatch import module
 from gem_kernels.testing import offsets_of, random_heads, relative_error

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gem_kernels import interpreter
+from gem_kernels import compile_check, interpreter
 from gem_kernels.dispatch import interpreting
 
 
@@ -48,20 +48,19 @@ def test_bfloat16_arithmetic():
     assert torch.equal(less.bool(), a < b)
 
 
-def run_compile_check(*arguments, **environment):
-    """The command in a fresh process: in this one, kernels may be interpreted."""
-    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    command = [sys.executable, "-m", "gem_kernels.compile_check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
-
-
 def test_compile_check_builds_without_a_gpu():
-    result = run_compile_check("--arch", "90", "--match", "gdpa forward bf16 d64")
+    """In a fresh process: in this one, kernels may be interpreted."""
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "gem_kernels.compile_check", "--arch", "90", "--match", "gdpa forward bf16 d64"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "wgmma" in result.stdout
     assert "spilled     0 B" in result.stdout
     assert "all built" in result.stdout
 
 
-def test_compile_check_refuses_to_interpret():
-    assert run_compile_check(TRITON_INTERPRET="1").returncode == 2
+def test_compile_check_refuses_to_interpret(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit):
+        compile_check.main([])
+    assert "interprets kernels instead of compiling" in capsys.readouterr().err

@@ -6,13 +6,32 @@ D head dimension, Tq and Tk tokens.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from gem_kernels import jagged
 from gem_kernels.checks import UNLIMITED
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def full_precision(attention: Callable[P, R]) -> Callable[P, R]:
+    """Keep autocast out of a reference: it computes in the precision that it states."""
+
+    @functools.wraps(attention)
+    def run(*args: P.args, **options: P.kwargs) -> R:
+        q = args[0]
+        assert isinstance(q, Tensor)
+        with torch.autocast(q.device.type, enabled=False):
+            return attention(*args, **options)
+
+    return run
 
 
 @dataclass(frozen=True)

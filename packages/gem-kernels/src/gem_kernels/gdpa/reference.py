@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from gem_kernels.checks import UNLIMITED
-from gem_kernels.dense import densify
+from gem_kernels.dense import densify, full_precision
 from gem_kernels.gdpa.activations import ACTIVATIONS
 
 
+@full_precision
 def attention(
     q: Tensor,
     k: Tensor,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gem_kernels.dense import densify
+from gem_kernels.dense import densify, full_precision
 
 
+@full_precision
 def attention(
     q: Tensor,
     k: Tensor,
