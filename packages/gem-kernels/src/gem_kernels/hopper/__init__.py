@@ -1,1 +1,5 @@
-"""Gluon building blocks of the Hopper (sm_90) attention kernels: activations, forward, backward, launch."""
+"""Gluon kernels for Hopper (compute capability 9): what jagged attention and GDPA share. `launch` is the entrance."""
+
+from __future__ import annotations
+
+HEAD_DIMS = (64, 128)

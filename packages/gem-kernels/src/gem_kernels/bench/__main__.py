@@ -1,0 +1,131 @@
+"""`python -m gem_kernels.bench attention|gdpa`: measure a suite on this machine's GPU, print a table and write a
+benchmark file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gem_kernels.bench import cases, timing
+
+
+def _commit() -> str:
+    """The commit of the checkout that holds this file, marked when the package differs from it; "unknown" outside a
+    checkout.
+    """
+    here = Path(__file__).resolve().parent.parent
+    git = ["git", "-c", "safe.directory=*", "-C", str(here)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changed.strip() else "")
+
+
+def _versions() -> dict[str, str]:
+    import triton
+
+    from gem_kernels import __version__
+
+    cuda = torch.version.cuda or "none"
+    return {
+        "gem-kernels": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": cuda,
+        "python": sys.version.split()[0],
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{'case':18s} {'pass':8s} {'op':16s} {'variant':24s} {'ms':>8s} {'TFLOP/s':>8s} {'of GEMM':>8s} "
+        f"{'of copy':>8s}  peers (TFLOP/s)"
+    ]
+    shown: set[tuple[str, str]] = set()
+    for r in rows:
+        group = (r["case"], r["pass"])
+        peers = "" if group in shown else "  ".join(f"{n} {x:.0f}" for n, x in r["peers"].items())
+        shown.add(group)
+        lines.append(
+            f"{r['case']:18s} {r['pass']:8s} {r['op']:16s} {r['variant']:24s} {r['ms']:8.3f} {r['tflops']:8.1f} "
+            f"{r['of_gemm']:8.3f} {r['of_copy']:8.3f}  {peers}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m gem_kernels.bench", description=__doc__)
+    parser.add_argument("suite", choices=("attention", "gdpa"))
+    parser.add_argument("--case", action="append", choices=cases.NAMES, help="may be repeated; all by default")
+    parser.add_argument(
+        "--pass", dest="passes", action="append", choices=("forward", "backward"), help="both by default"
+    )
+    parser.add_argument("--activation", action="append", help="of the gdpa suite, may be repeated; silu by default")
+    parser.add_argument("--variant", default="", help="only variants whose name contains this")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all variants; the median counts")
+    parser.add_argument("--rep", type=int, default=40, help="milliseconds of repeats of a variant in a round")
+    parser.add_argument(
+        "--gate-only", action="store_true", help="check results (and fill the compile cache), time nothing"
+    )
+    parser.add_argument("--commit", help="recorded in the file; by default asked of git")
+    parser.add_argument("--out", type=Path, help="write the benchmark file here")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("the benchmarks need a GPU, and torch sees none", file=sys.stderr)
+        return 2
+    from gem_kernels.bench import suite
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    found: dict[str, float] = {} if options.gate_only else timing.ceilings(device)
+    print("ceilings:", {name: round(x, 2) for name, x in found.items()}, flush=True)
+    acts: list[str | None] = [None] if options.suite == "attention" else list(options.activation or ["silu"])
+    rows: list[dict[str, Any]] = []
+    for name in options.case or cases.NAMES:
+        for act in acts:
+            rows += suite.measure(
+                cases.case(name), act, device, passes=tuple(options.passes or ("forward", "backward")),
+                only=options.variant,
+                rounds=options.rounds, rep=options.rep, ceilings=found, gate_only=options.gate_only,
+            )  # fmt: skip
+            if rows and options.out:  # after every case: a run that is cut short leaves what it has
+                _write(options.out, options.suite, options.commit or _commit(), found, rows, arguments)
+            torch.cuda.empty_cache()
+    print(_table(rows))
+    return 0
+
+
+def _write(
+    path: Path,
+    suite: str,
+    commit: str,
+    found: dict[str, float],
+    rows: list[dict[str, Any]],
+    arguments: list[str] | None,
+) -> None:
+    words = sys.argv[1:] if arguments is None else arguments
+    result = {
+        "suite": suite, "date": datetime.date.today().isoformat(), "card": torch.cuda.get_device_name(),
+        "commit": commit,
+        "versions": _versions(), "command": shlex.join(["python", "-m", "gem_kernels.bench", *words]),
+        "ceilings": {name: round(x, 2) for name, x in found.items()}, "rows": rows,
+    }  # fmt: skip
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

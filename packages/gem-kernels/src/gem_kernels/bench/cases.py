@@ -1,0 +1,56 @@
+"""The shapes that the suites measure, by name; "half" is lengths uniform in 1..L from a fixed seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Lengths = NDArray[np.int64]
+HEADS, DIM = 4, 128
+
+
+def _full(batch: int, length: int) -> Lengths:
+    return np.full(batch, length, dtype=np.int64)
+
+
+def _half(batch: int, length: int) -> Lengths:
+    return np.random.default_rng(0).integers(1, length + 1, batch)
+
+
+def _lognormal() -> Lengths:
+    drawn = np.random.default_rng(0).lognormal(math.log(300), 1.2, 256)
+    return np.clip(drawn.round(), 1, 8192).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Query and key lengths [B] of one batch."""
+
+    name: str
+    q: Lengths
+    k: Lengths
+
+
+_MAKE: dict[str, Callable[[], tuple[Lengths, Lengths]]] = {
+    "self-full-1024": lambda: (_full(256, 1024),) * 2,
+    "self-half-1024": lambda: (_half(256, 1024),) * 2,
+    "self-half-512": lambda: (_half(1152, 512),) * 2,
+    "self-half-4096": lambda: (_half(64, 4096),) * 2,
+    "self-lognormal": lambda: (_lognormal(),) * 2,
+    "short-kv-256": lambda: (_full(1152, 1024), _full(1152, 256)),
+    "short-kv-256-half": lambda: (_half(1152, 1024), _full(1152, 256)),
+    "short-kv-32": lambda: (_full(1152, 1024), _full(1152, 32)),
+    "pma": lambda: (_full(1152, 64), _half(1152, 1024)),
+}
+NAMES = tuple(_MAKE)
+
+
+def case(name: str) -> Case:
+    """The case called `name`; ValueError for a name that is not in NAMES."""
+    if name not in _MAKE:
+        raise ValueError(f"unknown case {name!r}; expected one of {', '.join(NAMES)}")
+    return Case(name, *_MAKE[name]())

@@ -1,0 +1,261 @@
+"""The attention and gdpa suites: every variant of ours that runs here, gated by a float64 reference, then timed
+beside its peers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gem_kernels import dispatch, flops, testing
+from gem_kernels.bench import peers, timing
+from gem_kernels.bench.cases import DIM, HEADS, Case
+from gem_kernels.gdpa import ACTIVATIONS, gdpa
+from gem_kernels.jagged_attention import jagged_attention
+
+TOLERANCE = 1e-2  # relative error of a BF16 result against float64
+SAMPLE = 10  # sequences of a case that the gate compares
+
+
+@dataclass
+class Problem:
+    """One case on the device. `act` is None for softmax."""
+
+    case: Case
+    act: str | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    q_offsets: Tensor
+    k_offsets: Tensor
+
+    @classmethod
+    def make(cls, case: Case, act: str | None, device: torch.device) -> Problem:
+        """Fresh N(0, 1) inputs in BF16."""
+        rows_q, rows_k = int(case.q.sum()), int(case.k.sum())
+        q, k, v, dout = (
+            torch.randn(n, HEADS, DIM, device=device, dtype=torch.bfloat16) for n in (rows_q, rows_k, rows_k, rows_q)
+        )
+        return cls(case, act, q, k, v, dout, *(testing.offsets_of(x.tolist(), device) for x in (case.q, case.k)))
+
+    @property
+    def max_q(self) -> int:
+        """The longest query sequence."""
+        return int(self.case.q.max())
+
+    @property
+    def max_k(self) -> int:
+        """The longest key sequence."""
+        return int(self.case.k.max())
+
+    @property
+    def where(self) -> tuple[Tensor, Tensor, int, int]:
+        """Offsets and maxima, as the operators take them."""
+        return self.q_offsets, self.k_offsets, self.max_q, self.max_k
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Something to time: `forward()` gives O, `backward()` (after `forward`) gives dQ, dK, dV."""
+
+    forward: Callable[[], Tensor]
+    backward: Callable[[], tuple[Tensor, ...]] | None
+
+
+def _by_autograd(
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Iterable[Tensor], dout: Tensor | None
+) -> Variant:
+    """A variant that torch differentiates: the graph is built once, at the first backward."""
+    plain = [x.detach() for x in inputs]
+    kept: list[Any] = []
+
+    def backward() -> tuple[Tensor, ...]:
+        if not kept:
+            leaves = [x.clone().requires_grad_() for x in plain]
+            kept.extend((leaves, forward(*leaves)))
+        leaves, out = kept
+        return torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout, retain_graph=True)
+
+    return Variant(lambda: forward(*plain), backward)
+
+
+def _public(p: Problem, backend: str) -> Variant:
+    """The public operator on one backend."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if p.act is None:
+            return cast(Tensor, jagged_attention(q, k, v, *p.where, backend=backend))
+        return gdpa(q, k, v, *p.where, activation=p.act, backend=backend)
+
+    return _by_autograd(run, (p.q, p.k, p.v), p.dout)
+
+
+def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
+    """Every configuration of the Hopper kernels: forward ones with no backward and the reverse."""
+    from gem_kernels.hopper import launch
+
+    options: dict[str, Any] = {"act": p.act or "softmax", "out_scale": 1.0}
+    scale = 1.0 / math.sqrt(DIM)
+    kept: list[Tensor] = []
+
+    def forward(config: launch.ForwardConfig) -> Tensor:
+        return launch.forward(p.q, p.k, p.v, *p.where, scale, config=config, **options)[0]
+
+    def backward(config: launch.BackwardConfig) -> tuple[Tensor, ...]:
+        if not kept:
+            kept.extend(launch.forward(p.q, p.k, p.v, *p.where, scale, **options))
+        out, lse = kept
+        return launch.backward(p.dout, None, p.q, p.k, p.v, out, lse, *p.where, scale, config=config, **options)
+
+    for name, config in launch.FORWARD.items():
+        yield f"hopper {name}", Variant(functools.partial(forward, config), None)
+    for name, split in launch.BACKWARD.items():
+        yield f"hopper {name}", Variant(p.dout.clone, functools.partial(backward, split))
+
+
+def ours(p: Problem) -> dict[str, Variant]:
+    """The public operator on every backend that takes this problem, then the configurations of the Hopper kernels."""
+    op = "jagged_attention" if p.act is None else "gdpa"
+    features = () if p.act is None else (f"activation:{p.act}",)
+    found: dict[str, Variant] = {}
+    for backend in ("hopper", "triton"):
+        try:
+            dispatch.why(op, p.q, backend, features)
+        except RuntimeError as error:
+            print(f"  {backend}: {error}")
+            continue
+        found[backend] = _public(p, backend)
+    if "hopper" in found:
+        found.update(_hopper(p))
+    return found
+
+
+def theirs(p: Problem) -> dict[str, Variant]:
+    """The peers (softmax) that can be imported here."""
+    found = {}
+    for name, make in peers.PEERS.items():
+        try:
+            found[name] = _by_autograd(make(*p.where), (p.q, p.k, p.v), p.dout)
+        except ImportError as error:
+            print(f"  no {name}: {error}")
+    run, dense = peers.padded_cudnn(p.q, p.k, p.v, *p.where)
+    found["cudnn-padded"] = _by_autograd(run, dense, None)
+    return found
+
+
+def _reference(p: Problem) -> tuple[Tensor, list[tuple[slice, slice]], list[Tensor]]:
+    """Float64 O and gradients of some sequences: the shortest, the longest and others from a fixed seed."""
+    order = torch.as_tensor(p.case.q + p.case.k).argsort().tolist()
+    middle = torch.randperm(len(order), generator=torch.Generator().manual_seed(0))[: SAMPLE - 2].tolist()
+    outs, spans, grads = [], [], []
+    for b in sorted({order[0], order[-1], *middle}):
+        rows = slice(int(p.q_offsets[b]), int(p.q_offsets[b + 1]))
+        cols = slice(int(p.k_offsets[b]), int(p.k_offsets[b + 1]))
+        q, k, v = (x[s].double().requires_grad_() for x, s in ((p.q, rows), (p.k, cols), (p.v, cols)))
+        s = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(DIM)
+        weights = s.softmax(-1) if p.act is None else ACTIVATIONS[p.act](s)
+        out = torch.einsum("hqk,khd->qhd", weights, v)
+        grads.append(torch.autograd.grad(out, (q, k, v), p.dout[rows].double()))
+        outs.append(out.detach())
+        spans.append((rows, cols))
+    return torch.cat(outs), spans, [torch.cat(g) for g in zip(*grads, strict=True)]
+
+
+def _poison(device: torch.device) -> None:
+    """Leave NaN in the memory that the next allocations get."""
+    blocks = [torch.full((2**n,), float("nan"), device=device) for n in range(28, 8, -1)]
+    del blocks
+
+
+def gate(p: Problem, variants: dict[str, Variant], passes: Iterable[str]) -> dict[tuple[str, str], float]:
+    """The relative error of every variant and pass; a RuntimeError names what is wrong, and nothing is timed then."""
+    out, spans, grads = _reference(p)
+    errors: dict[tuple[str, str], float] = {}
+    for name, variant in variants.items():
+        if "forward" in passes and not (name.startswith("hopper ") and variant.backward is not None):
+            _poison(p.q.device)
+            got = variant.forward()
+            picked = torch.cat([got[rows] for rows, _ in spans])
+            errors[name, "forward"] = _checked(p, name, "forward", [got], [picked], [out])
+        if "backward" in passes and variant.backward is not None:
+            _poison(p.q.device)
+            all_grads = variant.backward()
+            picked_grads = [
+                torch.cat([g[pair[0] if i == 0 else pair[1]] for pair in spans]) for i, g in enumerate(all_grads)
+            ]
+            errors[name, "backward"] = _checked(p, name, "backward", all_grads, picked_grads, grads)
+    return errors
+
+
+def _checked(
+    p: Problem, name: str, what: str, full: Iterable[Tensor], got: list[Tensor], expected: list[Tensor]
+) -> float:
+    error = max(((g.double() - e).norm() / e.norm()).item() for g, e in zip(got, expected, strict=True))
+    finite = all(bool(x.isfinite().all()) for x in full)
+    if not (error < TOLERANCE and finite):
+        raise RuntimeError(f"{p.case.name}: {name} {what} is wrong: relative error {error:.3g}, all finite: {finite}")
+    return error
+
+
+def measure(
+    case: Case, act: str | None, device: torch.device, *, passes: tuple[str, ...], only: str, rounds: int, rep: int,
+        ceilings: dict[str, float], gate_only: bool
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of one case: the gate, then times of ours and, with softmax, of the peers."""
+    p = Problem.make(case, act, device)
+    variants = {name: v for name, v in ours(p).items() if only in name}
+    errors = gate(p, variants, passes)
+    for (name, what), error in errors.items():
+        print(f"  {case.name} {name} {what}: relative error {error:.2e}", flush=True)
+    if gate_only:
+        return []
+    cost = flops.attention(case.q, case.k, heads=HEADS, head_dim=DIM, softmax=act is None)
+    peer_variants = theirs(p)
+    rows = []
+    for what in passes:
+        runs: dict[str, timing.Run] = {}
+        for name, variant in [*((f"peer {n}", v) for n, v in peer_variants.items()), *variants.items()]:
+            run = variant.forward if what == "forward" else variant.backward
+            if run is not None and (name.startswith("peer ") or (name, what) in errors):
+                runs[name] = run
+        times = timing.interleaved(_alive(runs), rounds=rounds, rep=rep)
+        useful = cost.forward_flops if what == "forward" else cost.backward_flops
+        moved = cost.forward_bytes if what == "forward" else cost.backward_bytes
+        peer_rates = {
+            n.removeprefix("peer "): round(useful / t / 1e9, 1) for n, t in times.items() if n.startswith("peer ")
+        }
+        for name, ms in times.items():
+            if name.startswith("peer "):
+                continue
+            tflops, gbps = useful / ms / 1e9, moved / ms / 1e6
+            rows.append({
+                "case": case.name, "op": "jagged_attention" if act is None else f"gdpa:{act}", "variant": name,
+                "pass": what,
+                "dtype": "bfloat16", "head_dim": DIM, "ms": round(ms, 4), "tflops": round(tflops, 1),
+                "gbps": round(gbps, 1),
+                "of_gemm": round(tflops / ceilings["gemm_bf16_tflops"], 3),
+                "of_copy": round(gbps / 1e3 / ceilings["copy_tbps"], 3),
+                "error": errors[name, what], "peers": peer_rates, "unit": "tflops",
+            })  # fmt: skip
+    return rows
+
+
+def _alive(runs: dict[str, timing.Run]) -> dict[str, timing.Run]:
+    """The runs that do not raise: a peer may refuse a shape, and that is said."""
+    kept = {}
+    for name, run in runs.items():
+        try:
+            run()
+            kept[name] = run
+        except Exception as error:  # whatever a peer throws is the finding
+            if not name.startswith("peer "):
+                raise
+            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}")
+    return kept

@@ -1,0 +1,39 @@
+"""How times and ceilings are taken."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Run = Callable[[], Any]
+
+
+def median_ms(run: Run, rep: int) -> float:
+    """Median time of a launch in milliseconds, the L2 cache flushed between launches."""
+    import triton
+
+    return float(triton.testing.do_bench(run, warmup=max(rep // 4, 5), rep=rep, return_mode="median"))
+
+
+def interleaved(runs: Mapping[str, Run], *, rounds: int, rep: int) -> dict[str, float]:
+    """Median over `rounds` of each run's median; the runs take turns, so that a slow spell of the card does not
+    fall on one of them.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(median_ms(run, rep))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """The rates of a large matrix product on random data and of a large copy (bytes read and written)."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    gemm = median_ms(lambda: a @ b, 150)
+    x = torch.randint(0, 255, (2**31,), device=device, dtype=torch.uint8)
+    y = torch.empty_like(x)
+    copy = median_ms(lambda: y.copy_(x), 60)
+    return {"gemm_bf16_tflops": 2 * 8192**3 / gemm / 1e9, "copy_tbps": 2 * x.numel() / copy / 1e9}

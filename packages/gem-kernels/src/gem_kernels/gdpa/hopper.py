@@ -1,0 +1,62 @@
+"""GDPA on Hopper: persistent, warp-specialised Gluon kernels (`gem_kernels.hopper`), the softmax's without the
+softmax.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gem_kernels.dispatch import Problem
+from gem_kernels.hopper import launch, support
+from gem_kernels.hopper.tiles import Tiles
+from gem_kernels.tiling import CompileCase
+
+__all__ = ["applies", "backward", "compile_cases", "forward"]
+
+
+def applies(problem: Problem) -> tuple[bool, str]:
+    """bfloat16 or float16, head dimension 64 or 128, no mask, as many key heads as query heads."""
+    return support.applies(problem)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Every kernel configuration that may be picked, for the activations that differ in kind."""
+    return [case for act in ("silu", "gelu", "gelu_poly") for case in support.compile_cases(act)]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int,
+    activation: str, scale: float, out_scale: float, left: int, right: int,
+    *, config: launch.ForwardConfig | None = None, tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """O [Tq, H, D]; the arguments of `gem_kernels.gdpa`'s backends. `config` and `tiles`: see
+    `jagged_attention.hopper.forward`.
+    """
+    assert max(left, right) < 0, "applies() refuses masks"
+    return launch.forward(
+        q,
+        k,
+        v,
+        q_offsets,
+        k_offsets,
+        max_q,
+        max_k,
+        scale,
+        act=activation,
+        out_scale=out_scale,
+        config=config,
+        tiles=tiles,
+    )[0]
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int,
+    activation: str, scale: float, out_scale: float, left: int, right: int,
+    *, config: launch.BackwardConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dQ, dK, dV."""
+    assert max(left, right) < 0, "applies() refuses masks"
+    return launch.backward(
+        dout, None, q, k, v, None, None, q_offsets, k_offsets, max_q, max_k, scale,
+        act=activation, out_scale=out_scale, config=config,
+    )  # fmt: skip

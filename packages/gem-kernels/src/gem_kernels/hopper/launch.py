@@ -1,0 +1,225 @@
+"""Host side of the Hopper kernels: configurations, the choice among them, descriptors and launches. Nothing here
+waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gem_kernels.hopper import tiles as tile_lists
+from gem_kernels.hopper.backward import backward_kernel
+from gem_kernels.hopper.forward import forward_kernel
+from gem_kernels.hopper.pre_post import finish_query_gradient, row_statistics
+from gem_kernels.hopper.query_gradient import query_gradient_kernel
+from gem_kernels.hopper.tiles import Tiles
+from gem_kernels.schedule import TileShape
+
+LOG2E = 1.4426950408889634
+_GL_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """`consumers` warpgroups of 64 query rows, `step` keys a step, `stages` buffers of K and of V.
+
+    pipeline: "plain": one product after the other; "ahead": Q K^T of the next step together with P V; "across": so
+        across tiles too.
+    groups: row groups of a tile ("across" only); up to `stages` steps of K and V stay in shared memory for all of them.
+    """
+
+    consumers: int
+    step: int
+    stages: int
+    pipeline: str
+    groups: int = 1
+
+    @property
+    def shape(self) -> TileShape:
+        """The tile shape for the schedule."""
+        return TileShape(consumers=self.consumers * self.groups, step=self.step)
+
+    def constants(self, dim: int, *, group: int, act: str) -> dict[str, Any]:
+        """The compile-time arguments of `forward_kernel`."""
+        wide = self.consumers == 3
+        return {
+            "BN": self.step, "D": dim, "NC": self.consumers, "KS": self.stages, "QS": 2, "GROUP": group, "ACT": act,
+            "PIPELINE": self.pipeline, "REGS": 160 if wide else 240, "LOADER_REGS": 32 if wide else 24,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig:
+    """fused: dQ together with dK and dV, a program for each (sequence, head); else dQ by its own kernel (`dq_*` as
+    in `ForwardConfig`).
+    """
+
+    fused: bool
+    dq_consumers: int = 2
+    dq_step: int = 128
+    dq_stages: int = 2
+    dq_slots: int = 1
+
+    def dq_constants(self, dim: int, act: str) -> dict[str, Any]:
+        """The compile-time arguments of `query_gradient_kernel`."""
+        wide = self.dq_consumers == 3
+        return {
+            "BN": self.dq_step, "D": dim, "NC": self.dq_consumers, "KS": self.dq_stages, "QS": self.dq_slots,
+            "ACT": act,
+            "REGS": 160 if wide else 240, "LOADER_REGS": 32 if wide else 24,
+        }  # fmt: skip
+
+
+FORWARD = {
+    "3x128": ForwardConfig(consumers=3, step=128, stages=2, pipeline="plain"),
+    "2x128-ahead": ForwardConfig(consumers=2, step=128, stages=2, pipeline="ahead"),
+    "2x128-across": ForwardConfig(consumers=2, step=128, stages=2, pipeline="across"),
+    "3x64": ForwardConfig(consumers=3, step=64, stages=4, pipeline="plain"),
+    "3x64-across": ForwardConfig(consumers=3, step=64, stages=4, pipeline="across"),
+    "3x64-across-6": ForwardConfig(consumers=3, step=64, stages=4, pipeline="across", groups=6),
+    "2x64-across-8": ForwardConfig(consumers=2, step=64, stages=4, pipeline="across", groups=8),
+}
+BACKWARD = {
+    "fused": BackwardConfig(fused=True),
+    "split-2x128": BackwardConfig(fused=False),
+    "split-3x64": BackwardConfig(fused=False, dq_consumers=3, dq_step=64, dq_stages=4, dq_slots=1),
+}
+WHOLE = 1 << 16  # row groups of a tile that is a whole (sequence, head)
+
+
+def choose_forward(rows_q: float, rows_k: float, softmax: bool) -> ForwardConfig:
+    """The configuration for sequences of `rows_q` queries and `rows_k` keys on average: measured on an H200
+    (docs/notes/hopper-attention.md).
+    """
+    return FORWARD["3x128"]
+
+
+def choose_backward(rows_q: float, rows_k: float, longest: int) -> BackwardConfig:
+    """Likewise for the backward; `longest` is the longest possible sequence on either side."""
+    return BACKWARD["split-2x128"]
+
+
+@functools.cache
+def programs(device: torch.device) -> int:
+    """Programs of a persistent launch: one for each SM."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def flat(x: Tensor) -> Tensor:
+    """`x` [T, H, D], copied only if heads are not side by side or TMA cannot address the rows."""
+    aligned = x.stride(0) * x.element_size() % 16 == 0 and x.stride(0) > 0 and x.data_ptr() % 16 == 0
+    if x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1) and aligned:
+        return x
+    return x.contiguous()
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """TMA descriptor of `x` [T, H, D] seen as [T, H * D], in blocks of `rows` rows of one head."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, x.shape[2]], _GL_DTYPES[x.dtype])
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]], layout)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale:
+        float, *,
+    act: str, out_scale: float, config: ForwardConfig | None = None, tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """O [Tq, H, D] and LSE [Tq, H] (empty unless `act` is "softmax"). `q_offsets=None`: q [L, H, D] serves every
+    sequence.
+    """
+    batch = k_offsets.shape[0] - 1
+    heads, dim = q.shape[1:]
+    total = q.shape[0] * (1 if q_offsets is not None else batch)
+    out = torch.empty(total, heads, dim, dtype=q.dtype, device=q.device)
+    softmax = act == "softmax"
+    lse = torch.empty(total if softmax else 0, heads, dtype=torch.float32, device=q.device)
+    if total == 0:
+        return out, lse
+    if k.shape[0] == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    q, k, v = flat(q), flat(k), flat(v)
+    if config is None:
+        config = choose_forward(total / batch, k.shape[0] / batch, softmax)
+    if tiles is None:
+        own = q_offsets if q_offsets is not None else torch.arange(2, device=q.device) * q.shape[0]
+        tiles = tile_lists.build(own, k_offsets, total, heads, config.shape, shared_own=q_offsets is None)
+    forward_kernel[(programs(q.device),)](
+        descriptor(q, 64), descriptor(k, config.step), descriptor(v, config.step), descriptor(out, 64),
+        out, out.stride(0), lse, heads, tiles.table, tiles.count, scale * LOG2E if softmax else scale, out_scale,
+        **config.constants(dim, group=heads // k.shape[1], act=act), num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
+    q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale: float, *,
+    act: str, out_scale: float, config: BackwardConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dQ, dK, dV in the shapes of q, k, v (contiguous). `out` and `lse` are needed for softmax only."""
+    if q_offsets is None:  # learned queries: as if every sequence had its own, then summed in a fixed order
+        batch, length = k_offsets.shape[0] - 1, q.shape[0]
+        own = torch.arange(batch + 1, device=q.device) * length
+        dq, dk, dv = backward(
+            dout, dlse, q.repeat(batch, 1, 1), k, v, out, lse, own, k_offsets, max_q, max_k, scale,
+            act=act, out_scale=out_scale, config=config,
+        )  # fmt: skip
+        return dq.view(batch, *q.shape).sum(0, dtype=torch.float32).to(q.dtype), dk, dv
+    heads, dim = q.shape[1:]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    q, k, v, dout = flat(q), flat(k), flat(v), flat(dout)
+    softmax = act == "softmax"
+    batch, total = q_offsets.shape[0] - 1, q.shape[0]
+    if config is None:
+        config = choose_backward(total / batch, k.shape[0] / batch, max(max_q, max_k))
+    lse2, delta = _statistics(dout, dlse, out, lse) if softmax else (torch.empty(1, device=q.device),) * 2
+    inner = scale * LOG2E if softmax else scale
+    shape = TileShape(block=64, consumers=2 * (WHOLE if config.fused else 1), step=64)
+    tiles = tile_lists.build(k_offsets, q_offsets, k.shape[0], heads, shape)
+    rows = total + 64 * batch if config.fused else 64  # without fusion the workspace is never touched
+    work = torch.empty(rows, heads * dim, dtype=torch.float32, device=q.device)
+    layout = gl.NVMMASharedLayout.get_default_for([64, dim // 2], gl.float32)
+    backward_kernel[(programs(q.device),)](
+        descriptor(q, 64), descriptor(k, 64), descriptor(v, 64), descriptor(dout, 64),
+        TensorDescriptor(work, list(work.shape), [heads * dim, 1], [64, dim // 2], layout),
+        dk, dv, dk.stride(0), dv.stride(0), lse2, delta, total, tiles.table, tiles.count,
+        inner, out_scale, scale * out_scale, D=dim, QS=2, ACT=act, DQ=config.fused, num_warps=4,
+    )  # fmt: skip
+    if config.fused:
+        finish_query_gradient[(triton.cdiv(max_q, 8), batch)](
+            work, dq, q_offsets, k_offsets, scale * out_scale,
+            HD=heads * dim, PAD=64, ROWS=8, COLS=triton.next_power_of_2(heads * dim), num_warps=4,
+        )  # fmt: skip
+        return dq, dk, dv
+    shape = TileShape(consumers=config.dq_consumers, step=config.dq_step)
+    tiles = tile_lists.build(q_offsets, k_offsets, total, heads, shape)
+    query_gradient_kernel[(programs(q.device),)](
+        descriptor(q, 64), descriptor(k, config.dq_step), descriptor(v, config.dq_step), descriptor(dout, 64),
+        dq, dq.stride(0), lse2, delta, total, tiles.table, tiles.count, inner, scale * out_scale,
+        **config.dq_constants(dim, act), num_warps=4,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _statistics(dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """LSE in base 2 and delta = rowsum(O dO) - dLSE, both [H, Tq] float32."""
+    assert out is not None
+    assert lse is not None
+    total, heads, dim = out.shape
+    out = flat(out)
+    lse2 = torch.empty(heads, total, dtype=torch.float32, device=out.device)
+    delta = torch.empty_like(lse2)
+    row_statistics[(triton.cdiv(total * heads, 64),)](
+        out, dout, lse.contiguous(), dlse.contiguous() if dlse is not None else lse, lse2, delta, total,
+        out.stride(0), dout.stride(0), dim, H=heads, D=dim, HAS_DLSE=dlse is not None, ROWS=64, num_warps=4,
+    )  # fmt: skip
+    return lse2, delta

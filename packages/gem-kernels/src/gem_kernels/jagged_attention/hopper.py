@@ -1,0 +1,70 @@
+"""Jagged flash attention on Hopper: persistent, warp-specialised Gluon kernels (`gem_kernels.hopper`).
+
+The backward is fused (dQ, dK and dV by one kernel) for short sequences and split in two for long ones; both are
+deterministic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gem_kernels.dispatch import Problem
+from gem_kernels.hopper import launch, support
+from gem_kernels.hopper.tiles import Tiles
+from gem_kernels.tiling import CompileCase
+
+__all__ = ["applies", "backward", "compile_cases", "forward"]
+
+
+def applies(problem: Problem) -> tuple[bool, str]:
+    """bfloat16 or float16, head dimension 64 or 128, no mask, no bias, as many key heads as query heads."""
+    return support.applies(problem)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Every kernel configuration that may be picked."""
+    return support.compile_cases("softmax")
+
+
+def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+    """The kernels take the maximum before they scale, so the scale must be positive: its sign goes into Q."""
+    sign = (scale > 0) - (scale < 0)
+    return (q, scale, 1) if sign > 0 else (q * sign, -scale if sign else 1.0, sign)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, bias: Tensor | None,
+    max_q: int, max_k: int, scale: float, left: int, right: int,
+    *, config: launch.ForwardConfig | None = None, tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """O [Tq, H, D] and LSE [Tq, H]; the arguments of `gem_kernels.jagged_attention`'s backends.
+
+    config: the kernel configuration; None picks one from the lengths that the host knows.
+    tiles: the tile list, when one is shared by several calls with the same offsets and configuration; None builds it
+        on the GPU.
+    """
+    assert bias is None
+    assert max(left, right) < 0, "applies() refuses masks"
+    q, scale, _ = _positive(q, scale)
+    return launch.forward(
+        q, k, v, q_offsets, k_offsets, max_q, max_k, scale, act="softmax", out_scale=1.0, config=config, tiles=tiles
+    )
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    q_offsets: Tensor | None, k_offsets: Tensor, bias: Tensor | None, bias_grad: bool,
+    max_q: int, max_k: int, scale: float, left: int, right: int,
+    *, config: launch.BackwardConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dQ, dK, dV and an empty bias gradient."""
+    assert bias is None
+    assert not bias_grad
+    assert max(left, right) < 0, "applies() refuses masks"
+    q, scale, sign = _positive(q, scale)
+    dq, dk, dv = launch.backward(
+        dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, max_q, max_k, scale,
+        act="softmax", out_scale=1.0, config=config,
+    )  # fmt: skip
+    return (dq if sign > 0 else dq * sign), dk, dv, torch.empty(0, dtype=q.dtype, device=q.device)

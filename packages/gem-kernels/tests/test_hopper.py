@@ -1,0 +1,169 @@
+"""The Hopper kernels on a Hopper GPU: against float64 on awkward lengths, every configuration, twice the same bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gem_kernels import dispatch, gdpa, jagged_attention
+from gem_kernels.gdpa.activations import ACTIVATIONS
+from gem_kernels.testing import offsets_of, poisoned, relative_error
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+LQ = [1, 63, 64, 65, 127, 128, 129, 0, 200, 0, 0, 500, 33, 193, 1, 640, 64, 900]
+LK = [1, 129, 128, 127, 65, 64, 63, 100, 0, 0, 5, 700, 257, 256, 1000, 640, 900, 64]
+FORWARD = ["3x128", "2x128-ahead", "2x128-across", "3x64", "3x64-across", "3x64-across-6", "2x64-across-8"]
+BACKWARD = ["fused", "split-2x128", "split-3x64"]
+
+
+def dense(q, k, v, lq, lk, scale, act):
+    """O and LSE sequence by sequence; float64 in, float64 out."""
+    outs, lses, a, c = [], [], 0, 0
+    for x, y in zip(lq, lk, strict=True):
+        s = torch.einsum("qhd,khd->hqk", q[a : a + x], k[c : c + y]) * scale
+        p = s.softmax(-1) if act == "softmax" else ACTIVATIONS[act](s)
+        outs.append(torch.einsum("hqk,khd->qhd", p, v[c : c + y]))
+        lses.append(torch.logsumexp(s, -1).T)
+        a, c = a + x, c + y
+    return torch.cat(outs), torch.cat(lses)
+
+
+def problem(dim=128, dtype=torch.bfloat16, lq=LQ, lk=LK, heads=3, seed=0):
+    torch.manual_seed(seed)
+    shapes = (sum(lq), sum(lk), sum(lk), sum(lq))
+    q, k, v, dout = (torch.randn(n, heads, dim, device="cuda", dtype=dtype) for n in shapes)
+    return q, k, v, dout, offsets_of(lq, "cuda"), offsets_of(lk, "cuda")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("act", ["softmax", "silu"])
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward(name, act, dim):
+    from gem_kernels.hopper import launch
+
+    assert set(FORWARD) == set(launch.FORWARD)
+    q, k, v, _, cq, ck = problem(dim)
+    expected, lse = dense(q.double(), k.double(), v.double(), LQ, LK, dim**-0.5, act)
+    args = (q, k, v, cq, ck, max(LQ), max(LK), dim**-0.5)
+    with poisoned():
+        got, got_lse = launch.forward(*args, act=act, out_scale=1.0, config=launch.FORWARD[name])
+    assert relative_error(got, expected) < 5e-3
+    if act == "softmax":
+        assert torch.equal(got_lse.isneginf(), lse.isneginf())
+        assert (got_lse.double() - lse).nan_to_num(0, 0, 0).abs().max() < 1e-4
+    for _ in range(3):
+        assert torch.equal(got, launch.forward(*args, act=act, out_scale=1.0, config=launch.FORWARD[name])[0])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("act", ["softmax", "silu"])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(name, act, dim):
+    from gem_kernels.hopper import launch
+
+    assert set(BACKWARD) == set(launch.BACKWARD)
+    q, k, v, dout, cq, ck = problem(dim)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense(*leaves, LQ, LK, dim**-0.5, act)
+    dlse = torch.randn(lse.shape, device="cuda") if act == "softmax" else None
+    loss = (out * dout.double()).sum()
+    if dlse is not None:
+        loss = loss + (lse.masked_fill(lse.isneginf(), 0.0) * dlse.double()).sum()
+    expected = torch.autograd.grad(loss, leaves)
+    args = (dout, dlse, q, k, v, out.detach().to(q.dtype), lse.detach().float(), cq, ck, max(LQ), max(LK), dim**-0.5)
+    with poisoned():
+        got = launch.backward(*args, act=act, out_scale=1.0, config=launch.BACKWARD[name])
+    assert all(relative_error(g, e) < 8e-3 for g, e in zip(got, expected, strict=True))
+    for _ in range(3):
+        again = launch.backward(*args, act=act, out_scale=1.0, config=launch.BACKWARD[name])
+        assert all(torch.equal(a, g) for a, g in zip(again, got, strict=True))
+
+
+@pytest.mark.parametrize("act", sorted(ACTIVATIONS))
+def test_every_activation_and_out_scale(act):
+    q, k, v, dout, cq, ck = problem()
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.double().detach().requires_grad_() for x in (q, k, v)]
+    expected = 0.25 * dense(*wide, LQ, LK, 0.2, act)[0]
+    got = gdpa(*leaves, cq, ck, max(LQ), max(LK), activation=act, scale=0.2, out_scale=0.25, backend="hopper")
+    assert relative_error(got, expected) < 5e-3
+    grads = torch.autograd.grad(got, leaves, dout)
+    wanted = torch.autograd.grad(expected, wide, dout.double())
+    assert all(relative_error(g, e) < 1e-2 for g, e in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+def test_scale_of_any_sign(scale):
+    q, k, v, dout, cq, ck = problem()
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.double().detach().requires_grad_() for x in (q, k, v)]
+    expected = dense(*wide, LQ, LK, scale, "softmax")[0]
+    got = jagged_attention(*leaves, cq, ck, max(LQ), max(LK), scale=scale, backend="hopper")
+    assert relative_error(got, expected) < 5e-3
+    grads = torch.autograd.grad(got, leaves, dout)
+    wanted = torch.autograd.grad(expected, wide, dout.double())
+    assert all(relative_error(g, e) < 1e-2 for g, e in zip(grads, wanted, strict=True))
+
+
+def test_float16_and_packed_views():
+    lq = lk = [70, 300, 5]
+    torch.manual_seed(1)
+    packed = torch.randn(sum(lq), 3, 2, 128, device="cuda", dtype=torch.float16)
+    q, k, v = packed.unbind(1)
+    offsets = offsets_of(lq, "cuda", torch.int32)
+    got, lse = jagged_attention(q, k, v, offsets, offsets, 300, 300, return_lse=True, backend="hopper")
+    expected, expected_lse = dense(q.double(), k.double(), v.double(), lq, lk, 128**-0.5, "softmax")
+    assert relative_error(got, expected) < 2e-3
+    assert relative_error(lse, expected_lse) < 1e-5
+
+
+def test_learned_queries():
+    lk = [1, 200, 0, 77, 640]
+    torch.manual_seed(2)
+    q = torch.randn(70, 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(sum(lk), 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    out = jagged_attention(q, k, v, None, offsets_of(lk, "cuda"), 70, max(lk), backend="hopper")
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = dense(wide[0].repeat(len(lk), 1, 1), *wide[1:], [70] * len(lk), lk, 128**-0.5, "softmax")[0]
+    dout = torch.randn_like(out)
+    assert relative_error(out, expected) < 5e-3
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    wanted = torch.autograd.grad(expected, wide, dout.double())
+    assert all(relative_error(g, e) < 1e-2 for g, e in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize("shift", [-60.0, 60.0])
+def test_extreme_logits(shift):
+    q, k, v, _, cq, ck = problem(lq=[130, 64], lk=[200, 65], heads=1)
+    q[..., 0], k[..., 0] = 8.0, shift * math.sqrt(128) / 8.0
+    out, lse = jagged_attention(q, k, v, cq, ck, 130, 200, return_lse=True, backend="hopper")
+    expected, expected_lse = dense(q.double(), k.double(), v.double(), [130, 64], [200, 65], 128**-0.5, "softmax")
+    assert relative_error(out, expected) < 5e-3
+    assert relative_error(lse, expected_lse) < 1e-5
+
+
+def test_nothing_waits_for_the_device():
+    q, k, v, dout, cq, ck = problem()
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+
+    def step():
+        out = jagged_attention(*leaves, cq, ck, max(LQ), max(LK), backend="hopper")
+        return torch.autograd.grad(out, leaves, dout)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_dispatch_prefers_it():
+    q = torch.empty(1, 1, 128, device="cuda", dtype=torch.bfloat16)
+    assert dispatch.why("jagged_attention", q).backend == "hopper"
+    assert dispatch.why("gdpa", q, features=("activation:silu",)).backend == "hopper"
+    assert "causal" in dispatch.why("jagged_attention", q, features=("causal",)).reasons["hopper"]
