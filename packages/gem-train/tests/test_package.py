@@ -1,3 +1,4 @@
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,10 @@ def test_the_public_names_exist():
 def test_the_readmes_python_example_runs(tmp_path):
     readme = Path(__file__).parents[1] / "README.md"
     (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(), flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    home = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=home, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "from-python" / "eval.json").exists()
 

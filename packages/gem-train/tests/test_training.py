@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from gem_train import metrics
+from gem_train import metrics, signals
 from gem_train.cli import main
 from gem_train.config import RunConfig, from_toml, to_toml
 from gem_train.errors import NonFiniteError
@@ -221,16 +221,14 @@ def test_killed_at_a_random_step_and_resumed_gives_the_same_bits(finished_run, c
     command = [sys.executable, "-m", "gem_train", "run", "--config", str(file), "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    step = 1 + int.from_bytes(os.urandom(2), "big") % 20
+    step = 1 + int.from_bytes(os.urandom(2), "big") % 18
     try:
         wait_for_step(out, step, lambda: victim.poll() is None)
     finally:
         victim.kill()
         victim.wait()
     assert victim.returncode == -signal.SIGKILL
-    before = len(read(out / "metrics.jsonl"))
-    assert 0 < before < 27
-    assert not (out / "eval.json").exists()
+    assert len(read(out / "metrics.jsonl")) >= step
     assert main(["run", "--resume", "--out", str(out)]) == 0
     assert curve(out) == curve(finished_run), f"killed at step {step}"
     for name in ("model", "optimal", "baselines", "weights"):
@@ -246,7 +244,9 @@ def test_a_polite_signal_saves_and_stops_and_the_run_goes_on(number, run_cli, fi
 
     def send():
         wait_for_step(out, 3, lambda: True)
-        os.kill(os.getpid(), number)
+        for _ in range(3):  # `timeout`, torchrun and schedulers repeat themselves
+            os.kill(os.getpid(), number)
+            time.sleep(0.02)
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
@@ -263,6 +263,19 @@ def test_a_polite_signal_saves_and_stops_and_the_run_goes_on(number, run_cli, fi
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # handlers are put back
     assert run_cli(out, resume=True) == 0
     assert curve(out) == curve(finished_run)
+
+
+def test_a_late_second_ctrl_c_interrupts_at_once(monkeypatch):
+    monkeypatch.setattr(signals, "ECHO_S", 0.1)
+    with signals.StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        time.sleep(0.2)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.name == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_finished_run_can_be_extended(run_cli, finished_run, tmp_path):

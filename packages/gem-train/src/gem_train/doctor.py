@@ -17,8 +17,9 @@ FBGEMM_BEHIND_TORCH = 5
 
 def examine() -> dict[str, Any]:
     """Versions, verdicts, devices and kernels; `healthy` is False if a verdict is bad."""
+    imports = _imports()  # first: a package that lies on the path without being installed has its version inside
     versions = {name: version(name) for name in (*PACKAGES, *LIBRARIES)}
-    verdicts = [*_imports(), *match(versions)]
+    verdicts = [*imports, *match(versions)]
     findings: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),

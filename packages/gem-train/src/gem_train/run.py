@@ -26,6 +26,14 @@ from gem_train.progress import Progress
 from gem_train.run_dir import RunDir, new_path, read_json, write_json
 from gem_train.trainer import Trainer
 
+# What torch, torchrec and fbgemm say of their own affairs, whatever the user does.
+NOISE = (
+    "torch.distributed is disabled, unavailable or uninitialized",
+    "TBE B200 optimization",
+    "`_get_pg_default_device` will be deprecated",
+    r"`torch\.distributed\.\w+` is deprecated",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -183,7 +191,8 @@ def _quiet(runtime: Runtime) -> Iterator[None]:
     """Only rank 0 speaks of what is the same on all of them; what libraries say of their own affairs is left out."""
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        for noise in NOISE:
+            warnings.filterwarnings("ignore", message=noise)
         if not runtime.is_main:
             warnings.simplefilter("ignore")
         yield

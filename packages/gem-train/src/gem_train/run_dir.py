@@ -131,11 +131,12 @@ def environment() -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a distribution, None where it is not installed."""
+    """The version of an installed distribution, or else of a module imported from a path; None without either."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        found = getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
+        return None if found is None else str(found)
 
 
 def commit() -> str | None:

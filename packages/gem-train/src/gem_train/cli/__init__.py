@@ -11,7 +11,7 @@ from gem_train.errors import Interrupted, NonFiniteError, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 2 the user's to mend, 3 NaN or infinity, 1 anything else."""
+    """Run one command; returns the exit code: 0 done, 2 the user's to mend, 3 NaN or infinity, 130 Ctrl-C."""
     arguments = parser().parse_args(argv)
     if arguments.verb is None:
         parser().print_help()
@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             kind = "" if isinstance(error, Interrupted) else "error: "
             print(f"gem-train: {kind}{error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("gem-train: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `gem-train show x | head`
         sys.stderr.close()
         return 0
