@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 from gem_data.__about__ import __version__
 
 if TYPE_CHECKING:
+    from gem_data.balance import assign
     from gem_data.batch import JaggedBatch, JaggedIds, JaggedSequence
     from gem_data.build import BuildSummary, build_log
     from gem_data.collate import Collator
+    from gem_data.events import Events, from_table
     from gem_data.loader import Loader, LoaderConfig
     from gem_data.log import EventLog, History
+    from gem_data.outofcore import Progress, prepare
     from gem_data.schema import Column, Counter, Schema, Source, Task
     from gem_data.sources import SourceUnavailable
     from gem_data.split import Split, time_split
@@ -37,7 +40,12 @@ _HOME = {
     "Split": "split",
     "Task": "schema",
     "Vocabulary": "vocabulary",
+    "Events": "events",
+    "Progress": "outofcore",
+    "assign": "balance",
     "build_log": "build",
+    "from_table": "events",
+    "prepare": "outofcore",
     "time_split": "split",
 }
 
@@ -47,12 +55,14 @@ __all__ = [
     "Column",
     "Counter",
     "EventLog",
+    "Events",
     "History",
     "JaggedBatch",
     "JaggedIds",
     "JaggedSequence",
     "Loader",
     "LoaderConfig",
+    "Progress",
     "Schema",
     "Source",
     "SourceUnavailable",
@@ -60,7 +70,10 @@ __all__ = [
     "Task",
     "Vocabulary",
     "__version__",
+    "assign",
     "build_log",
+    "from_table",
+    "prepare",
     "time_split",
 ]
 

@@ -33,7 +33,7 @@ from gem_data.parts import write_columns
 from gem_data.schema import TIME, Schema
 from gem_data.statistics import Moments
 from gem_data.validate import REASONS, Validated, as_table, validate
-from gem_data.vocabulary import Vocabulary, count_keys, vocabulary_file
+from gem_data.vocabulary import Vocabulary, vocabulary_file
 
 Array = NDArray[Any]
 
@@ -98,7 +98,7 @@ def build_log(
     for name, vocabulary in vocabularies.items():
         valid.columns[name] = vocabulary.encode(valid.columns[name])
     out_of_order, columns, labels, mask = _arrange(valid, schema)
-    with _in_place(folder, overwrite) as temporary:
+    with in_place(folder, overwrite) as temporary:
         _write_events(temporary / EVENTS, columns, schema)
         samples = _write_rejects(temporary / REJECTS, table, valid)
         for name, vocabulary in vocabularies.items():
@@ -139,19 +139,20 @@ def build_log(
 
 def fit_vocabularies(valid: Validated, schema: Schema) -> dict[str, Vocabulary]:
     """A vocabulary for each column that asks for one, from the keys of all valid rows."""
-    return {
-        c.name: Vocabulary.fit(c, *count_keys(valid.columns[c.name]), valid.texts.get(c.name))
-        for c in schema.columns
-        if c.vocabulary
+    found = {
+        c.name: Vocabulary.fit(c, *valid.keys[c.name], valid.texts.get(c.name)) for c in schema.columns if c.vocabulary
     }
+    if schema.user in found:
+        found[schema.user].require_all()
+    return found
 
 
-def moments(columns: dict[str, Any], schema: Schema) -> dict[str, Moments]:
+def moments(columns: dict[str, Any], schema: Schema, *, counters: bool = True) -> dict[str, Moments]:
     """Statistics of the float and vector columns and of the counters, by name."""
     found = {c.name: Moments() for c in schema.columns if c.kind in ("float", "vector")}
     for name, part in found.items():
         part.add(columns[name])
-    for i, counter in enumerate(schema.counters):
+    for i, counter in enumerate(schema.counters if counters else ()):
         found[counter.name] = Moments()
         found[counter.name].add(columns[COUNTERS][:, i])
     return found
@@ -175,24 +176,42 @@ def _write_events(path: Path, columns: dict[str, Any], schema: Schema) -> None:
     write_columns(path, columns)
 
 
-def _write_rejects(path: Path, table: pa.Table, valid: Validated, *, sample: int = 5, chunk: int = 8192) -> list[str]:
-    samples: list[str] = []
+def _write_rejects(path: Path, table: pa.Table, valid: Validated) -> list[str]:
+    lines, samples = reject_lines(table, valid)
     with path.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+    return samples
+
+
+def reject_lines(
+    table: pa.Table, valid: Validated, *, base: int = 0, sample: int = 5, chunk: int = 8192
+) -> tuple[Iterator[str], list[str]]:
+    """The rejected rows as JSON lines, and the first `sample` for a person. `base` is the number of the first row."""
+    samples = []
+    for row, code, column in zip(valid.rejected[:sample].tolist(), valid.reasons, valid.where, strict=False):
+        value = table.slice(row, 1).to_pylist()[0].get(column)
+        what = f"{column} = {value!r} is {REASONS[code]}" if column else f"is a {REASONS[code]}"
+        samples.append(f"row {row + base}: {what}")
+
+    def lines() -> Iterator[str]:
         for start in range(0, len(valid.rejected), chunk):
             part = slice(start, start + chunk)
             events = table.take(pa.array(valid.rejected[part])).to_pylist()
             for row, code, column, event in zip(
                 valid.rejected[part].tolist(), valid.reasons[part].tolist(), valid.where[part], events, strict=True
             ):
-                record = {"row": row, "reason": REASONS[code]}
-                if column:
-                    record["column"] = column
-                # NaN and infinity are no JSON: they, dates and the like are written as text.
-                file.write(json.dumps({**record, "event": _plain(event)}, default=str) + "\n")
-                if len(samples) < sample:
-                    what = f"{column} = {event[column]!r} is {REASONS[code]}" if column else f"is a {REASONS[code]}"
-                    samples.append(f"row {row}: {what}")
-    return samples
+                yield reject_line(row + base, code, column, event)
+
+    return lines(), samples
+
+
+def reject_line(row: int, code: int, column: str, event: dict[str, Any]) -> str:
+    """One rejected row as a line of JSON."""
+    record = {"row": row, "reason": REASONS[code]}
+    if column:
+        record["column"] = column
+    # NaN and infinity are no JSON: they, dates and the like are written as text.
+    return json.dumps({**record, "event": _plain(event)}, default=str) + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -206,7 +225,7 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def _in_place(folder: Path, overwrite: bool) -> Iterator[Path]:
+def in_place(folder: Path, overwrite: bool) -> Iterator[Path]:
     """A temporary sibling that becomes `folder` at the end, or vanishes with any error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     mark = f"{os.getpid()}-{secrets.token_hex(4)}"

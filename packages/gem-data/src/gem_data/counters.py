@@ -116,6 +116,11 @@ class _Work:
         self._base: dict[str, Array] = {}
         self._computed: dict[str, Array] = {}
 
+    def preset(self, base: dict[str, Array], computed: dict[str, Array]) -> None:
+        """Running rates by task and counters by name that are known: these rows are not all of the log."""
+        self._base.update(base)
+        self._computed.update(computed)
+
     def values(self, counter: Counter) -> Array:
         out: Array = getattr(self, f"_{counter.kind}")(counter)
         self._computed[counter.name] = out

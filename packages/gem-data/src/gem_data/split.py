@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,18 +34,18 @@ def time_split(log: EventLog, fractions: Sequence[float] = (0.8, 0.1, 0.1)) -> S
         raise ValueError(
             f"fractions must be three positive numbers (train, validation, test) with sum 1, not {tuple(fractions)}"
         )
-    order = np.argsort(log.time, kind="stable").astype(np.int64)
-    ordered = log.time[order]
+    order = log.by_time
     cuts = [0]
     for share in np.cumsum(fractions)[:2]:
-        boundary = ordered[min(round(share * len(log)), len(log) - 1)]
-        cuts.append(int(np.searchsorted(ordered, boundary, side="left")))
+        boundary = log.time[order[min(round(share * len(log)), len(log) - 1)]]
+        cuts.append(bisect_left(range(len(log)), boundary, key=lambda i: log.time[order[i]]))
     cuts.append(len(log))
     parts = {name: order[a:b] for name, a, b in zip(("train", "validation", "test"), cuts[:-1], cuts[1:], strict=True)}
     for name, rows in parts.items():
         if rows.size == 0:
             raise ValueError(
-                f"the {name} part of {tuple(fractions)} is empty: {len(log)} events with {np.unique(log.time).size} "
+                f"the {name} part of {tuple(fractions)} is empty: {len(log)} events with "
+                f"{np.unique(np.asarray(log.time)).size} "
                 "distinct times; a boundary keeps all events of one time together"
             )
     return Split(**parts)

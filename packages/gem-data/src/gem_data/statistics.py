@@ -26,15 +26,21 @@ class Moments:
             return
         x = np.asarray(values, np.float64).reshape(n, -1)
         mean = x.mean(axis=0)
-        squares = ((x - mean) ** 2).sum(axis=0)
-        low, high = x.min(axis=0), x.max(axis=0)
-        if self.count == 0:
-            self.count, self.mean, self.squares, self.low, self.high = n, mean, squares, low, high
-            return
-        total, delta = self.count + n, mean - self.mean
-        self.squares = self.squares + squares + delta**2 * (self.count * n / total)
-        self.mean = self.mean + delta * (n / total)
-        self.low, self.high, self.count = np.minimum(self.low, low), np.maximum(self.high, high), total
+        part = Moments(count=n, mean=mean, squares=((x - mean) ** 2).sum(axis=0), low=x.min(axis=0), high=x.max(axis=0))
+        vars(self).update(vars(self.merged(part)))
+
+    def merged(self, other: Moments) -> Moments:
+        """Those of both together."""
+        if not (self.count and other.count):
+            return self if self.count else other
+        total, delta = self.count + other.count, other.mean - self.mean
+        return Moments(
+            count=total,
+            mean=self.mean + delta * (other.count / total),
+            squares=self.squares + other.squares + delta**2 * (self.count * other.count / total),
+            low=np.minimum(self.low, other.low),
+            high=np.maximum(self.high, other.high),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the manifest: count, and mean, std (of the population), min and max for each column."""

@@ -46,6 +46,9 @@ class Validated:
     reasons: NDArray[np.int8]
     where: list[str]  # the column, "" for a duplicate
     texts: dict[str, dict[int, str]] = field(default_factory=dict)  # column -> key -> text
+    keys: dict[str, tuple[Array, Array]] = field(
+        default_factory=dict
+    )  # column -> distinct keys, counts; with duplicates
 
     def counts(self) -> dict[str, int]:
         """Rejected rows by reason."""
@@ -71,8 +74,8 @@ def as_table(events: pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable
 def validate(table: pa.Table, schema: Schema, *, unique: bool = True) -> Validated:
     """Check every row of `table` against `schema`; a row with several faults is reported with the first.
 
-    `unique` also looks for exact duplicates. Raises ValueError for a column that the table lacks, TypeError for one
-    whose type cannot hold the declared kind.
+    `unique` also looks for exact duplicates and counts keys. Raises ValueError for a column that the table lacks,
+    TypeError for one whose type cannot hold the declared kind.
     """
     names = [TIME, *(c.name for c in schema.columns)]
     for name in names:
@@ -92,6 +95,7 @@ def validate(table: pa.Table, schema: Schema, *, unique: bool = True) -> Validat
         fault[new], where[new] = found[new], i
     good = np.flatnonzero(fault == 0)
     columns = {k: v[good] for k, v in columns.items()}
+    keys = {c.name: count_keys(columns[c.name]) for c in schema.columns if c.vocabulary} if unique else {}
     twice = duplicates(list(columns.values())) if unique else np.empty(0, np.int64)
     fault[good[twice]] = DUPLICATE
     if twice.size:
@@ -105,7 +109,14 @@ def validate(table: pa.Table, schema: Schema, *, unique: bool = True) -> Validat
         reasons=fault[rejected],
         where=[names[w] if w >= 0 else "" for w in where[rejected]],
         texts=texts,
+        keys=keys,
     )
+
+
+def count_keys(values: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The distinct keys, ascending, and how often each comes."""
+    keys, counts = np.unique(values.values if isinstance(values, Ragged) else values, return_counts=True)
+    return keys, counts.astype(np.int64)
 
 
 def duplicates(columns: list[Array]) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,19 @@ class Vocabulary:
         keys = [key_of.get(int(i)) for i in ids]
         return [None if k is None else self.texts.get(k, k) for k in keys]
 
+    def require_all(self) -> None:
+        """Raise ValueError unless every key has an id of its own: histories of several users would become one."""
+        distinct = self.report["distinct"]
+        if self.encoding != "frequency" or self.report["kept"] < distinct:
+            raise ValueError(
+                f"the vocabulary of the user column {self.column!r} must keep all {distinct} users apart: "
+                f"'frequency' with cardinality {distinct + FIRST_ID} or more and no min_count"
+            )
+
+    def with_texts(self, texts: Mapping[int, str]) -> Vocabulary:
+        """The same, knowing what its keys stand for."""
+        return replace(self, texts=texts)
+
     def write(self, path: Path) -> None:
         """One Arrow file: key, id, count, text; the report among its metadata."""
         about = {k: getattr(self, k) for k in ("column", "encoding", "cardinality", "report")}
@@ -137,12 +150,6 @@ class Vocabulary:
 def vocabulary_file(column: str) -> str:
     """The name of a column's vocabulary in a log's folder."""
     return f"vocabulary.{column}.arrow"
-
-
-def count_keys(values: Any) -> tuple[Keys, Keys]:
-    """The distinct keys, ascending, and how often each comes."""
-    keys, counts = np.unique(values.values if isinstance(values, Ragged) else values, return_counts=True)
-    return keys, counts.astype(np.int64)
 
 
 def _bucket(keys: Keys, cardinality: int) -> Keys:

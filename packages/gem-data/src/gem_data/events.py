@@ -1,0 +1,53 @@
+"""What `prepare` builds a log from: a schema and tables that come one after another, the same each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from gem_data.schema import Schema
+from gem_data.validate import as_table
+
+CHUNK_ROWS = 1 << 19
+
+
+@dataclass(frozen=True, kw_only=True)
+class Events:
+    """A source of events that can be read again from the start.
+
+    `tables` gives the same tables in the same order at every call, of any size; `identity` is what a resumed build
+    compares (names, sizes and times of files, say). `licence` is shown to whoever prepares a log of it.
+    """
+
+    name: str
+    schema: Schema
+    tables: Callable[[], Iterable[pa.Table]]
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    licence: str | None = None
+
+    def chunks(self, rows: int = CHUNK_ROWS) -> Iterator[pa.Table]:
+        """The same rows in tables of `rows` each, but the last."""
+        waiting: list[pa.Table] = []
+        have = 0
+        for table in self.tables():
+            at = 0
+            while table.num_rows - at:
+                piece = table.slice(at, rows - have)
+                waiting.append(piece)
+                at += piece.num_rows
+                have += piece.num_rows
+                if have == rows:
+                    yield pa.concat_tables(waiting, promote_options="permissive")
+                    waiting, have = [], 0
+        if waiting:
+            yield pa.concat_tables(waiting, promote_options="permissive")
+
+
+def from_table(table: Any, schema: Schema, *, name: str | None = None) -> Events:
+    """Events that are in memory already: what `build_log` takes, and what `SOURCE.load()` gives."""
+    whole = as_table(table)
+    identity = {"rows": whole.num_rows, "columns": whole.column_names}
+    return Events(name=name or schema.name, schema=schema, tables=lambda: [whole], identity=identity)

@@ -1,0 +1,125 @@
+"""Counters of a log that does not fit in memory: the same numbers as `gem_data.counters` gives, key by key.
+
+A counter needs the earlier rows of its key, so rows are dealt into buckets by a hash of the key and each bucket is
+computed by itself. What concerns all rows, the running rate of everyone, is read off cumulative sums in order of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gem_data.counters import _Work, task_delay
+from gem_data.log import EventLog, label_arrays
+from gem_data.schema import TIME, Counter, Schema
+from gem_data.validate import mix64
+
+CHUNK = 1 << 20  # rows handled at a time where a pass goes over all of them
+BYTES_PER_ROW = 400  # of a bucket while it is computed, about
+
+
+def stream_counters(
+    log: EventLog, schema: Schema, out: Path, scratch: Path, *, memory: int, report: Callable[[float], None]
+) -> NDArray[np.float32]:
+    """Write the counters of `schema` for the rows of `log` (opened without them) to `out`, .npy [n, C] float32.
+
+    A key that most rows share makes a bucket of that size, and so does a counter without a key.
+    """
+    n, names = len(log), [c.name for c in schema.counters]
+    final = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(n, len(names)))
+    exact = {  # as computed, in float64: a residual is measured against it
+        c.against: np.memmap(scratch / f"against.{c.against}", np.float64, "w+", shape=(n,))
+        for c in schema.counters
+        if c.against
+    }
+    base = {t: _running_rate(log, schema, t, scratch) for t in {c.task for c in schema.counters} if t is not None}
+    done: set[str] = set()
+    pending = list(schema.counters)
+    while pending:
+        group = _together(pending, done)
+        pending = [c for c in pending if c not in group]
+        for rows in _buckets(log, group[0].key, max(1, memory // BYTES_PER_ROW), scratch):
+            plan = log.plan(rows)
+            columns = {name: log.take(name, plan) for name in _needed(schema, group)}
+            labels, mask = label_arrays(schema, columns)
+            work = _Work(schema, columns, columns[TIME], labels, mask)
+            work.preset(
+                {t: np.asarray(b[rows]) for t, b in base.items()},
+                {name: np.asarray(exact[name][rows]) for name in exact if name in done},
+            )
+            for counter in group:
+                values = work.values(counter)
+                final[rows, names.index(counter.name)] = values
+                if counter.name in exact:
+                    exact[counter.name][rows] = values
+        done |= {c.name for c in group}
+        report(len(done) / len(names))
+    final.flush()
+    return final
+
+
+def _together(pending: list[Counter], done: set[str]) -> list[Counter]:
+    """Counters of one key that can be computed in one pass, in the schema's order."""
+    group: list[Counter] = []
+    for counter in pending:
+        ready = counter.against is None or counter.against in done | {c.name for c in group}
+        if ready and (not group or counter.key == group[0].key):
+            group.append(counter)
+    return group
+
+
+def _needed(schema: Schema, group: list[Counter]) -> list[str]:
+    names = [TIME, *group[0].key, *(c.over for c in group if c.over), *(t.column for t in schema.tasks)]
+    return list(dict.fromkeys(names))
+
+
+def _buckets(log: EventLog, key: tuple[str, ...], most: int, scratch: Path) -> Any:
+    """Rows, ascending, of each bucket: all rows of a key are in one. `most` rows a bucket, if keys are even."""
+    n = len(log)
+    count = 1 if not key else min(-(-n // most), np.iinfo(np.uint16).max)
+    if count == 1:
+        yield np.arange(n)
+        return
+    bucket = np.memmap(scratch / "bucket", np.uint16, "w+", shape=(n,))
+    for start in range(0, n, CHUNK):
+        rows = np.arange(start, min(start + CHUNK, n))
+        plan = log.plan(rows)
+        mixed = np.zeros(len(rows), np.uint64)
+        for name in key:
+            mixed = mix64(mixed ^ log.take(name, plan).astype(np.uint64)) + np.uint64(1)
+        bucket[rows] = mixed % np.uint64(count)
+    for b in range(count):
+        found = [np.flatnonzero(bucket[s : s + CHUNK] == b) + s for s in range(0, n, CHUNK)]
+        rows = np.concatenate(found)
+        if rows.size:
+            yield rows
+
+
+def _running_rate(log: EventLog, schema: Schema, task: str, scratch: Path) -> NDArray[np.float64]:
+    """The rate of everyone for a task before each row, [n] float64 on disk: what `_Work.base` computes."""
+    n, order = len(log), log.by_time
+    rule = schema.task(task)
+    needed = list(dict.fromkeys(t.column for t in schema.tasks))
+    k = schema.task_names.index(rule.name)
+    time = np.memmap(scratch / "rate.time", np.int64, "w+", shape=(n,))
+    total = np.memmap(scratch / "rate.total", np.int64, "w+", shape=(n + 1, 2))
+    for start in range(0, n, CHUNK):
+        rows = np.asarray(order[start : start + CHUNK])
+        plan = log.plan(rows)
+        labels, mask = label_arrays(schema, {c: log.take(c, plan) for c in needed})
+        seen = mask[:, k]
+        both = np.stack([(labels[:, k] > 0) & seen, seen], axis=1)
+        time[start : start + len(rows)] = log.take(TIME, plan)
+        total[start + 1 : start + 1 + len(rows)] = total[start] + np.cumsum(both, axis=0)
+    delay = task_delay(schema, task)
+    out = np.memmap(scratch / f"rate.{task}", np.float64, "w+", shape=(n,))
+    for start in range(0, n, CHUNK):
+        rows = np.asarray(order[start : start + CHUNK])
+        before = np.searchsorted(time, time[start : start + len(rows)] - delay, side="left")
+        positive, seen = total[before].T
+        out[rows] = (positive + 0.5) / (seen + 1.0)
+    return out
