@@ -12,7 +12,7 @@ from gem_parallel.__about__ import __version__
 
 if TYPE_CHECKING:
     from gem_parallel.checkpoint import Checkpointer, CheckpointError, PerRank
-    from gem_parallel.config import ParallelConfig, RowWiseAdagrad
+    from gem_parallel.config import ParallelConfig, RowWiseAdagrad, SparseSGD
     from gem_parallel.mesh import make_mesh
     from gem_parallel.optimizer import load_optimizer_state, optimizer_state
     from gem_parallel.parallel import ParallelModel, parallelize
@@ -29,6 +29,7 @@ _HOME = {
     "PerRank": "checkpoint",
     "ParallelConfig": "config",
     "RowWiseAdagrad": "config",
+    "SparseSGD": "config",
     "make_mesh": "mesh",
     "load_optimizer_state": "optimizer",
     "optimizer_state": "optimizer",
@@ -69,6 +70,7 @@ __all__ = [
     "RowWiseAdagrad",
     "Runtime",
     "Simulation",
+    "SparseSGD",
     "TableSpec",
     "Tier",
     "Topology",

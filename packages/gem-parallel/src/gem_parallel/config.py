@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TABLE_SHARDINGS = ("auto", "table_wise", "row_wise", "column_wise")
+TABLE_STRATEGIES = ("v1", "v2", "v3")
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -30,6 +31,17 @@ class RowWiseAdagrad:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparseSGD:
+    """The sparse optimizer without state: w <- w - lr g, inside the backward pass like RowWiseAdagrad."""
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"SparseSGD.lr must be >= 0, got {self.lr!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How a model is laid out over the ranks.
 
@@ -43,6 +55,18 @@ class ParallelConfig:
         table_seed: seed of the tables' initial values.
         table_std: standard deviation of the tables' initial values (uniform); None means uniform in +-1/sqrt(rows).
         table_memory: share of the memory that the planner may give to tables.
+        table_strategy: how copies of tables are kept. "v1": every table exists once, over the whole world. "v2": each
+            of table_copies groups of ranks trains a full copy on its part of the batch; copies and moments are averaged
+            every table_sync_every steps (inexact unless the optimizer is SGD and the interval 1). "v3": as one copy
+            over the whole world and exact, but a batch's ids and embeddings travel only inside a group; a rank keeps
+            1 / table_copies of its group's shard, which is put together for a lookup and freed.
+        table_copies: how many groups; 1 for "v1".
+        table_copies_inside: whether the ranks that hold the same shard are neighbours (on the fast links), or the ranks
+            that hold one copy together are.
+        table_sync_every: steps between the averages of "v2".
+        table_moment_scaling: "v2" divides the AdaGrad moment by table_copies before its root.
+        experts: size of the expert axis, "ep": neighbouring ranks that hold different experts of an ensemble. It
+            divides shard_group.
         batch_size: samples per rank, which the planner uses to estimate cost; it does not change results.
     """
 
@@ -52,8 +76,29 @@ class ParallelConfig:
     table_std: float | None = None
     table_memory: float = 0.7
     batch_size: int = 512
+    table_strategy: str = "v1"
+    table_copies: int = 1
+    table_copies_inside: bool = True
+    table_sync_every: int = 1
+    table_moment_scaling: bool = True
+    experts: int = 1
 
     def __post_init__(self) -> None:
+        if self.table_strategy not in TABLE_STRATEGIES:
+            raise ValueError(
+                f"ParallelConfig.table_strategy must be one of {', '.join(TABLE_STRATEGIES)}, "
+                f"got {self.table_strategy!r}"
+            )
+        if self.table_copies < 1 or self.table_sync_every < 1 or self.experts < 1:
+            raise ValueError(
+                "ParallelConfig.table_copies, table_sync_every and experts must be >= 1, got "
+                f"{self.table_copies}, {self.table_sync_every} and {self.experts}"
+            )
+        if (self.table_copies > 1) != (self.table_strategy != "v1"):
+            raise ValueError(
+                f'ParallelConfig.table_copies = {self.table_copies} and table_strategy = "{self.table_strategy}": '
+                '"v1" has one copy, "v2" and "v3" have more'
+            )
         if self.shard_group < 0:
             raise ValueError(f"ParallelConfig.shard_group must be >= 0 (0: the whole world), got {self.shard_group}")
         if self.table_sharding not in TABLE_SHARDINGS:

@@ -11,8 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad
+from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad, SparseSGD
+from gem_parallel.copied import CopiedTables
 from gem_parallel.dense import find_unit, place_dense, reshard, shard_dense
+from gem_parallel.fully_sharded import FullyShardedTables
 from gem_parallel.mesh import make_mesh
 from gem_parallel.runtime import Runtime
 from gem_parallel.sparse import (
@@ -20,11 +22,13 @@ from gem_parallel.sparse import (
     find_tables,
     global_shape,
     local_shards,
+    moment_scale,
     plan_rows,
     plan_tables,
     set_learning_rate,
     shard_tables,
 )
+from gem_parallel.table_groups import make_table_groups
 from gem_parallel.tables import init_tables
 from gem_parallel.topology import Topology
 
@@ -45,6 +49,10 @@ class ParallelModel:
         shards: list[TableShard],
         table_names: Sequence[str],
         units: Sequence[str],
+        *,
+        fully_sharded: FullyShardedTables | None = None,
+        copied: CopiedTables | None = None,
+        sparse_scale: float = 1.0,
     ) -> None:
         self.runtime = runtime
         self.mesh = mesh
@@ -52,6 +60,9 @@ class ParallelModel:
         self._shards = shards
         self._table_modules = tuple(table_names)
         self._units = tuple(units)
+        self.fully_sharded = fully_sharded  # the engine of table_strategy "v3"
+        self.copied = copied  # the engine of table_strategy "v2"
+        self._sparse_scale = sparse_scale
 
     @property
     def module(self) -> nn.Module:
@@ -60,12 +71,14 @@ class ParallelModel:
 
     @property
     def sparse_optimizer(self) -> Any:
-        """TorchRec's KeyedOptimizer over the tables; its update runs inside `backward`."""
+        """TorchRec's KeyedOptimizer over the tables; its update runs inside `backward`. Without use for "v3"."""
         return self._dmp.fused_optimizer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on this rank's batch."""
         with self.runtime.waiting("the forward pass"):
+            if self.fully_sharded is not None:
+                self.fully_sharded.prefetch()
             return self._dmp(*args, **kwargs)
 
     def named_dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -89,7 +102,10 @@ class ParallelModel:
 
     def set_sparse_lr(self, lr: float) -> None:
         """Learning rate of the tables from the next backward pass on."""
-        set_learning_rate(self.sparse_optimizer, lr)
+        if self.fully_sharded is not None:
+            self.fully_sharded.lr = lr
+        else:
+            set_learning_rate(self.sparse_optimizer, lr * self._sparse_scale)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale dense gradients so that their global L2 norm is at most `max_norm`.
@@ -109,8 +125,16 @@ class ParallelModel:
 
         Tables and moments are ShardedTensors, dense parameters DTensors or plain tensors: as
         `torch.distributed.checkpoint` wants them, and it may load into them in place. Names are the unsharded model's.
+        Called by all ranks together: the copies of "v2" are averaged first, an update of "v3" is finished.
         """
         reshard(self.module)
+        if self.fully_sharded is not None:
+            with self.runtime.waiting("the tables' update"):
+                weights, moments = self.fully_sharded.tensors()
+            return {"model": {**self._dmp.state_dict(), **weights}, "sparse_optimizer": dict(moments)}
+        if self.copied is not None:
+            with self.runtime.waiting("the average of the tables' copies"):
+                self.copied.synchronize()
         sparse = {
             f"{table}.{key.rsplit('.', 1)[-1]}": tensor
             for table, values in self.sparse_optimizer.state_dict()["state"].items()
@@ -131,7 +155,8 @@ class ParallelModel:
                 raise ValueError(f"load_state_dict: {part}: missing {missing}, unknown {unknown}")
             for name, tensor in target.items():
                 _copy(tensor, source[name], f"{part}: {name}")
-        self.sparse_optimizer.post_load_state_dict()
+        if self.fully_sharded is None:
+            self.sparse_optimizer.post_load_state_dict()
 
     def train(self, mode: bool = True) -> ParallelModel:
         """Training mode (dropout and the like), as `nn.Module.train`."""
@@ -153,7 +178,7 @@ def parallelize(
     config: ParallelConfig,
     runtime: Runtime,
     *,
-    sparse: RowWiseAdagrad,
+    sparse: RowWiseAdagrad | SparseSGD,
     units: Sequence[str] = (),
     precision: str = "fp32",
     topology: Topology | None = None,
@@ -188,16 +213,38 @@ def parallelize(
         find_unit(model, unit)
     sharded = runtime.world > 1 or precision == "bf16"
     mesh = make_mesh(runtime, config) if sharded else None
-    plan = plan_tables(model, config, runtime, topology)
+    groups = make_table_groups(runtime, config) if table_modules else None
+    plan = plan_tables(model, config, runtime, topology, groups)
     with runtime.waiting("the tables' sharding"):
         place_dense(model, table_modules.values(), runtime.device)
-        dmp = shard_tables(model, sparse, plan, runtime)
+        dmp = shard_tables(model, sparse, plan, runtime, config, groups)
         order: list[str] = []
         if mesh is not None:
             tables = [dmp.module.get_submodule(name) for name in table_modules]
             order = shard_dense(dmp.module, tables, units, mesh, precision)
     init_tables(dmp.module, config.table_seed, config.table_std)
-    return ParallelModel(dmp, runtime, mesh, plan_rows(plan), list(table_modules), order)
+    fully_sharded = copied = None
+    shards = plan_rows(plan)
+    if groups is not None:
+        sharded = {name: dmp.module.get_submodule(name) for name in table_modules}
+        if config.table_strategy == "v3":
+            fully_sharded = FullyShardedTables(sharded, groups, sparse, runtime)
+            shards = fully_sharded.rows(plan)
+        else:
+            copied = CopiedTables(sharded.values(), groups, config.table_sync_every)
+            copies = runtime.gather(shards, "the tables' copies")
+            shards = [row for ranks in groups.rows() for row in copies[ranks[0]]]
+    return ParallelModel(
+        dmp,
+        runtime,
+        mesh,
+        shards,
+        list(table_modules),
+        order,
+        fully_sharded=fully_sharded,
+        copied=copied,
+        sparse_scale=moment_scale(sparse, config),
+    )
 
 
 def _check_roles(model: nn.Module, roles: Mapping[str, str], tables: Mapping[str, nn.Module]) -> None:

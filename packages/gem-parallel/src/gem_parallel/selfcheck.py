@@ -14,29 +14,48 @@ import sys
 import torch
 import torch.distributed as dist
 
-from gem_parallel.config import ParallelConfig, RowWiseAdagrad
+from gem_parallel.config import ParallelConfig, RowWiseAdagrad, SparseSGD
 from gem_parallel.parallel import ParallelModel, parallelize
 from gem_parallel.runtime import Runtime, start
 from gem_parallel.testing import UNITS, PlainModel, SmallModel, full_state, relative_error, small_batch
 
 
 def compare(
-    runtime: Runtime, config: ParallelConfig, *, steps: int = 10, samples: int = 16, lr: float = 0.05
+    runtime: Runtime,
+    config: ParallelConfig,
+    *,
+    steps: int = 10,
+    samples: int = 16,
+    lr: float = 0.05,
+    sparse: RowWiseAdagrad | SparseSGD | None = None,
 ) -> tuple[dict[str, float], ParallelModel]:
     """Train both for `steps` steps on global batches of `samples`.
+
+    With table_strategy "v2", the plain model has as many copies of its tables, which see the samples of their groups.
 
     Returns:
         the largest relative error of each kind of number, and the sharded model.
     """
-    sparse = RowWiseAdagrad(lr=lr, eps=1e-4)
+    sparse = sparse or RowWiseAdagrad(lr=lr, eps=1e-4)
+    lr, eps, sgd = sparse.lr, getattr(sparse, "eps", 0.0), isinstance(sparse, SparseSGD)
     model = SmallModel()
     twin = SmallModel()
     parallel = parallelize(model, model.roles(), config, runtime, sparse=sparse, units=UNITS)
     before = full_state(parallel)["model"]
     tables = {name.split(".")[-2]: value.to(runtime.device) for name, value in before.items() if _is_table(name)}
-    plain = PlainModel(twin, tables, sparse.lr, sparse.eps)
+    blocks = {name: len({row.cols for row in parallel.describe() if row.table == name}) for name in tables}
+    groups = [list(range(runtime.world))]
+    if config.table_strategy == "v2":
+        made = parallel.copied
+        assert made is not None
+        groups = made.groups.rows()
+    divisor = len(groups) if config.table_moment_scaling else 1
+    twins = [PlainModel(twin, tables, lr, eps, sgd=sgd, blocks=blocks, divisor=divisor) for _ in groups]
+    plain = twins[0]
     plain.dense.to(runtime.device)
     plain.gain.data = plain.gain.data.to(runtime.device)
+    for other in twins[1:]:
+        other.dense, other.gain = plain.dense, plain.gain
     plain_params = [param for _, param in plain.named_dense_parameters()]
     optimizer = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2, eps=1e-4)
     plain_optimizer = torch.optim.AdamW(plain_params, lr=1e-2, eps=1e-4)
@@ -44,9 +63,9 @@ def compare(
     for step in range(steps):
         rate = lr / (1 + step)  # a schedule, so that a rate that is not handed on shows
         parallel.set_sparse_lr(rate)
-        plain.lr = rate
         batch = small_batch(step, samples)
-        mine, whole = batch.part(runtime.rank, runtime.world).to(runtime.device), batch.to(runtime.device)
+        parts = [batch.part(rank, runtime.world).to(runtime.device) for rank in range(runtime.world)]
+        mine = parts[runtime.rank]
         loss = (parallel(mine) - mine.target).square().mean()
         loss.backward()
         norm = parallel.clip_grad_norm_(1.0)
@@ -54,14 +73,22 @@ def compare(
         optimizer.zero_grad()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        expected = (plain(whole) - whole.target).square().mean()
+        expected = torch.zeros((), device=runtime.device)
+        for model_copy, ranks in zip(twins, groups, strict=True):
+            for rank in ranks:
+                expected = expected + (model_copy(parts[rank]) - parts[rank].target).square().mean() / runtime.world
         expected.backward()
         plain_norm = torch.nn.utils.clip_grad_norm_(plain_params, 1.0)
         plain_optimizer.step()
         plain_optimizer.zero_grad()
-        plain.update_tables()
+        for model_copy in twins:
+            model_copy.lr = rate
+            model_copy.update_tables(scale=len(groups))
+        if (step + 1) % config.table_sync_every == 0:
+            _average(twins)
         error["loss"] = max(error["loss"], relative_error(mean / runtime.world, expected.detach()))
         error["grad norm"] = max(error["grad norm"], relative_error(norm, plain_norm))
+    _average(twins)  # as state_dict does
     after = full_state(parallel)
     for name, value in after["model"].items():
         if _is_table(name):
@@ -74,6 +101,15 @@ def compare(
     for name, param in plain.named_dense_parameters():
         error["dense"] = max(error["dense"], relative_error(after["model"][name], param.detach().cpu()))
     return error, parallel
+
+
+@torch.no_grad()
+def _average(twins: list[PlainModel]) -> None:
+    for name in twins[0].tables:
+        for kind in ("tables", "moments"):
+            mean = torch.stack([getattr(twin, kind)[name] for twin in twins]).mean(0)
+            for twin in twins:
+                getattr(twin, kind)[name].copy_(mean)
 
 
 def _is_table(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +27,9 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRecRowWiseAdagrad
 
-from gem_parallel.config import ParallelConfig, RowWiseAdagrad
+from gem_parallel.config import ParallelConfig, RowWiseAdagrad, SparseSGD
 from gem_parallel.runtime import Runtime
+from gem_parallel.table_groups import TableGroups, move_plan
 from gem_parallel.topology import Topology
 
 TABLE_MODULES = (EmbeddingBagCollection, EmbeddingCollection)
@@ -86,12 +88,17 @@ def table_configs(module: nn.Module) -> list[Any]:
 
 
 def plan_tables(
-    model: nn.Module, config: ParallelConfig, runtime: Runtime, topology: Topology | None = None
+    model: nn.Module,
+    config: ParallelConfig,
+    runtime: Runtime,
+    topology: Topology | None = None,
+    groups: TableGroups | None = None,
 ) -> ShardingPlan:
     """The sharding plan, computed by the same pure function on every rank and compared between ranks.
 
     TorchRec's `collective_plan` plans on rank 0 alone: when it fails there, the other ranks hang. Here every rank
-    plans, and a rank that planned otherwise (another model, another version) is an error on all.
+    plans, and a rank that planned otherwise (another model, another version) is an error on all. With `groups`, the
+    plan is one group's, moved to the ranks of this rank's group.
 
     Raises:
         ValueError: no plan fits (the planner's reasons are in the message), or the ranks' plans differ.
@@ -100,22 +107,23 @@ def plan_tables(
     if not tables:
         return ShardingPlan(plan={})
     topology = topology or Topology.detect(runtime.device.type)
+    world = groups.shards if groups else runtime.world
     allowed = [config.table_sharding]
     if config.table_sharding == "auto":
-        allowed = ["table_wise", "row_wise"] if runtime.world > 1 else ["table_wise"]
+        allowed = ["table_wise", "row_wise"] if world > 1 else ["table_wise"]
     constraints: dict[str, ParameterConstraints] = {}
     for module in tables.values():
         for table in table_configs(module):
             options: dict[str, Any] = {}
             if config.table_sharding == "column_wise":
-                options["min_partition"] = _column_partition(table.name, table.embedding_dim, runtime.world)
+                options["min_partition"] = _column_partition(table.name, table.embedding_dim, world)
             constraints[table.name] = ParameterConstraints(
                 sharding_types=list(allowed), compute_kernels=[EmbeddingComputeKernel.FUSED.value], **options
             )
     try:
         with _quiet_planner():
             planner = EmbeddingShardingPlanner(
-                topology=_planner_topology(topology, runtime),
+                topology=_planner_topology(topology, runtime, world),
                 batch_size=config.batch_size,
                 storage_reservation=FixedPercentageStorageReservation(1 - config.table_memory),
                 constraints=constraints,
@@ -124,7 +132,7 @@ def plan_tables(
             plan = planner.plan(model, [_BagSharder(), _SequenceSharder()])
     except Exception as error:  # PlannerError and, for odd shapes, others
         raise ValueError(
-            f'no sharding plan with table_sharding="{config.table_sharding}" for {runtime.world} ranks: {error}'
+            f'no sharding plan with table_sharding="{config.table_sharding}" for {world} ranks: {error}'
         ) from error
     digests = runtime.gather(
         hashlib.sha256("\n".join(map(str, plan_rows(plan))).encode()).hexdigest(), "the ranks' sharding plans"
@@ -132,10 +140,12 @@ def plan_tables(
     if len(set(digests)) > 1:
         odd = [r for r, d in enumerate(digests) if d != digests[0]]
         raise ValueError(f"ranks {odd} computed another sharding plan than rank 0: do all build the same model?")
+    if groups is not None:
+        move_plan(plan, groups, runtime)
     return plan
 
 
-def _planner_topology(topology: Topology, runtime: Runtime) -> PlannerTopology:
+def _planner_topology(topology: Topology, runtime: Runtime, world: int) -> PlannerTopology:
     """The machine in the planner's terms: bytes, and bytes per millisecond."""
     per_ms = 1e6  # 1 GB/s = 10^9 B/s = 10^6 B/ms
     links = {"intra_host_bw": topology.tiers[0].bandwidth_gbps * per_ms}
@@ -143,8 +153,8 @@ def _planner_topology(topology: Topology, runtime: Runtime) -> PlannerTopology:
         links["inter_host_bw"] = topology.tiers[-1].bandwidth_gbps * per_ms
     memory = "hbm_mem_bw" if runtime.device.type == "cuda" else "ddr_mem_bw"
     return PlannerTopology(
-        world_size=runtime.world,
-        local_world_size=runtime.local_world,
+        world_size=world,
+        local_world_size=math.gcd(world, runtime.local_world),
         compute_device=runtime.device.type,
         hbm_cap=topology.device_memory,
         ddr_cap=topology.host_memory // runtime.local_world,
@@ -194,34 +204,63 @@ def plan_rows(plan: ShardingPlan) -> list[TableShard]:
 
 
 def shard_tables(
-    model: nn.Module, sparse: RowWiseAdagrad, plan: ShardingPlan, runtime: Runtime
+    model: nn.Module,
+    sparse: RowWiseAdagrad | SparseSGD,
+    plan: ShardingPlan,
+    runtime: Runtime,
+    config: ParallelConfig | None = None,
+    groups: TableGroups | None = None,
 ) -> DistributedModelParallel:
     """Replace the model's table modules, in place, by TorchRec's sharded ones with the fused optimizer.
 
     A full table is never allocated: what the model holds on a real device is dropped first. The gradient of a table is
-    divided by the world, as FSDP2 divides the dense ones, so that both are gradients of the loss averaged over ranks.
+    divided by the world (by the group that holds one copy, with `groups`), as FSDP2 divides the dense ones, so that
+    both are gradients of the loss averaged over ranks.
     """
-    for module in find_tables(model).values():
+    config = config or ParallelConfig()
+    optimizer, options = _fused_optimizer(sparse, config)
+    fused: dict[str, Any] = {}
+    for name, module in find_tables(model).items():
+        if config.table_strategy == "v3" and getattr(module, "is_weighted", lambda: False)():
+            raise ValueError(f'{name}: table_strategy "v3" does not support bags with per-sample weights')
+        if len({table.embedding_dim for table in table_configs(module)}) > 1 and config.table_strategy == "v3":
+            fused["use_one_tbe_per_table"] = True  # a kernel's rows must have one width to be owned in equal parts
         _drop_weights(module)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            apply_optimizer_in_backward(
-                TorchRecRowWiseAdagrad, module.parameters(), {"lr": sparse.lr, "eps": sparse.eps}
-            )
+            apply_optimizer_in_backward(optimizer, module.parameters(), options)
     if not get_gradient_division():
         warnings.warn(
             "torchrec's gradient division was off; gem-parallel turns it on, so that table gradients are averaged",
             stacklevel=2,
         )
         set_gradient_division(True)
+    more: dict[str, Any] = {} if groups is None else {"env": groups.environment(config.table_copies_inside)}
     return DistributedModelParallel(
         model,
         device=runtime.device,
         plan=plan,
-        sharders=[_BagSharder(), _SequenceSharder()],
+        sharders=[_BagSharder(fused_params=dict(fused)), _SequenceSharder(fused_params=dict(fused))],
         init_data_parallel=False,
         init_parameters=False,
+        **more,
     )
+
+
+def _fused_optimizer(sparse: RowWiseAdagrad | SparseSGD, config: ParallelConfig) -> tuple[Any, dict[str, float]]:
+    """The optimizer that TorchRec fuses into the kernels."""
+    if config.table_strategy == "v3":
+        return torch.optim.SGD, {"lr": 1.0}  # writes minus the gradient into zeros; the owner updates
+    if isinstance(sparse, SparseSGD):
+        return torch.optim.SGD, {"lr": sparse.lr}
+    scale = moment_scale(sparse, config)
+    return TorchRecRowWiseAdagrad, {"lr": sparse.lr * scale, "eps": sparse.eps * scale}
+
+
+def moment_scale(sparse: RowWiseAdagrad | SparseSGD, config: ParallelConfig) -> float:
+    """What lr and eps are multiplied by, so that the kernel's sqrt(v) stands for sqrt(v / table_copies)."""
+    scaled = config.table_strategy == "v2" and config.table_moment_scaling and isinstance(sparse, RowWiseAdagrad)
+    return math.sqrt(config.table_copies) if scaled else 1.0
 
 
 def _drop_weights(module: nn.Module) -> None:
@@ -262,7 +301,9 @@ def local_shards(tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     elif isinstance(tensor, DTensor):
         local = tensor.to_local()
         if hasattr(local, "local_shards"):  # TorchRec's LocalShardsWrapper: several blocks in one DTensor
-            yield from zip(local.local_shards(), map(tuple, local.local_offsets()), strict=True)  # type: ignore[attr-defined]
+            blocks = local.local_shards()  # type: ignore[attr-defined]
+            if blocks:  # a rank without a block still has an offset
+                yield from zip(blocks, map(tuple, local.local_offsets()), strict=True)  # type: ignore[attr-defined]
         else:
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
             yield local, tuple(offset)

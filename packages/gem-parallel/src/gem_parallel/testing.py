@@ -168,14 +168,34 @@ class SmallModel(nn.Module):
 
 
 class PlainModel:
-    """SmallModel without TorchRec and FSDP: indexing, autograd, and row-wise AdaGrad as its formula, in one process."""
+    """SmallModel without TorchRec and FSDP: indexing, autograd, and row-wise AdaGrad as its formula, in one process.
 
-    def __init__(self, model: SmallModel, tables: Mapping[str, torch.Tensor], lr: float, eps: float) -> None:
+    Args:
+        model: gives the dense layers.
+        tables: initial tables by name.
+        lr, eps: of the sparse optimizer.
+        sgd: plain SGD instead of row-wise AdaGrad.
+        blocks: by table, into how many blocks of columns a row is cut, each with a moment of its own.
+        divisor: what the moment is divided by before its root.
+    """
+
+    def __init__(
+        self,
+        model: SmallModel,
+        tables: Mapping[str, torch.Tensor],
+        lr: float,
+        eps: float,
+        *,
+        sgd: bool = False,
+        blocks: Mapping[str, int] | None = None,
+        divisor: float = 1.0,
+    ) -> None:
         self.dense = copy.deepcopy(model.dense)
         self.gain = copy.deepcopy(model.gain)
         self.tables = {name: nn.Parameter(value.clone()) for name, value in tables.items()}
-        self.moments = {name: value.new_zeros(len(value)) for name, value in tables.items()}
-        self.lr, self.eps = lr, eps
+        self.blocks = {name: (blocks or {}).get(name, 1) for name in tables}
+        self.moments = {name: value.new_zeros(self.blocks[name] * len(value)) for name, value in tables.items()}
+        self.lr, self.eps, self.sgd, self.divisor = lr, eps, sgd, divisor
 
     def named_dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Names as in SmallModel."""
@@ -190,14 +210,20 @@ class PlainModel:
         return self.gain * self.dense(torch.cat(pooled, dim=1))
 
     @torch.no_grad()
-    def update_tables(self) -> None:
-        """One step of row-wise AdaGrad from the gradients that backward left."""
+    def update_tables(self, scale: float = 1.0) -> None:
+        """One step of the sparse optimizer from `scale` times the gradients that backward left."""
         for name, table in self.tables.items():
-            grad = table.grad
-            assert grad is not None
-            self.moments[name] += grad.square().mean(1)
-            table.sub_(self.lr * grad / (self.moments[name].sqrt() + self.eps)[:, None])
+            assert table.grad is not None
+            grad, blocks = table.grad * scale, self.blocks[name]
             table.grad = None
+            if self.sgd:
+                table.sub_(self.lr * grad)
+                continue
+            cut = grad.view(len(grad), blocks, -1)  # [rows, blocks, dim / blocks]
+            self.moments[name] += cut.square().mean(2).T.reshape(-1)
+            moment = self.moments[name].view(blocks, -1).T  # [rows, blocks]
+            step = cut / ((moment / self.divisor).sqrt() + self.eps)[:, :, None]
+            table.sub_(self.lr * step.view_as(table))
 
 
 def full_state(parallel: ParallelModel) -> dict[str, dict[str, torch.Tensor]]:
