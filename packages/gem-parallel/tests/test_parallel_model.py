@@ -223,11 +223,6 @@ class TestMistakes:
         with pytest.raises(ValueError, match=r"\['nobody'\]"):
             self.parallelize(model, {**model.roles(), "nobody": "dense"})
 
-    def test_experts_are_announced(self):
-        model = SmallModel()
-        with pytest.warns(UserWarning, match="expert parallelism is not there yet"):
-            self.parallelize(model, {**model.roles(), "dense.head.weight": "expert"})
-
     def test_a_scalar_parameter(self):
         model = SmallModel()
         model.scale = torch.nn.Parameter(torch.ones(()))

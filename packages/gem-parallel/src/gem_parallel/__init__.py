@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gem_parallel.checkpoint import Checkpointer, CheckpointError, PerRank
     from gem_parallel.config import ParallelConfig, RowWiseAdagrad, SparseSGD
     from gem_parallel.mesh import make_mesh
-    from gem_parallel.optimizer import load_optimizer_state, optimizer_state
+    from gem_parallel.optimizer import load_optimizer_state, optimizer_groups, optimizer_state
     from gem_parallel.parallel import ParallelModel, parallelize
     from gem_parallel.planner import NothingFitsError, Plan, plan
     from gem_parallel.runtime import PeerLostError, Runtime, start
@@ -32,6 +32,7 @@ _HOME = {
     "SparseSGD": "config",
     "make_mesh": "mesh",
     "load_optimizer_state": "optimizer",
+    "optimizer_groups": "optimizer",
     "optimizer_state": "optimizer",
     "ParallelModel": "parallel",
     "parallelize": "parallel",
@@ -78,6 +79,7 @@ __all__ = [
     "init_tables",
     "load_optimizer_state",
     "make_mesh",
+    "optimizer_groups",
     "optimizer_state",
     "parallelize",
     "plan",

@@ -179,10 +179,12 @@ class Checkpointer:
         path, runtime = self._path(step), self.runtime
         tensors, plain, own = split(state)
         reader = dcp.FileSystemReader(path)
+        everyone = runtime.gather(sorted(tensors), "the names of what is asked for")  # experts differ between ranks
+        wanted = {name for names in everyone for name in names}
         resized: list[str] = self._together(
             f"compare step {step} with what is asked for",
             None,
-            lambda: self._compare(reader, tensors, state, resize_tables),
+            lambda: self._compare(reader, tensors, wanted, state, resize_tables),
         )[0]
 
         def read() -> None:
@@ -280,7 +282,12 @@ class Checkpointer:
     # --- the ranks
 
     def _compare(
-        self, reader: dcp.FileSystemReader, tensors: dict[str, Any], state: dict[str, Any], resize: bool
+        self,
+        reader: dcp.FileSystemReader,
+        tensors: dict[str, Any],
+        wanted: set[str],
+        state: dict[str, Any],
+        resize: bool,
     ) -> list[str]:
         """Names of the tables to be resized; anything else that does not fit is an error."""
         resized, unfit = [], []
@@ -303,7 +310,7 @@ class Checkpointer:
         if unfit:
             raise CheckpointError(f"{reader.path}: {'; '.join(unfit)}")
         asked = {str(key) for key in state}
-        extra = sorted(name for name in saved.keys() - tensors.keys() if name.split("/", 1)[0] in asked)
+        extra = sorted(name for name in saved.keys() - wanted if name.split("/", 1)[0] in asked)
         if extra:
             self._warn(f"{reader.path}: {len(extra)} saved tensors are not asked for, the first is {extra[0]}")
         return resized

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from gem_parallel.containers import expose_dataclasses, fsdp_sees_dataclasses
 
@@ -46,13 +48,20 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_dense(
-    root: nn.Module, tables: Iterable[nn.Module], units: Iterable[str], mesh: DeviceMesh, precision: str
+    root: nn.Module,
+    tables: Iterable[nn.Module],
+    units: Iterable[str],
+    mesh: DeviceMesh,
+    precision: str,
+    experts: Iterable[str] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> list[str]:
     """Apply `fully_shard` to the units, innermost first, then to the root; the tables' parameters are ignored.
 
     With precision "bf16" the units compute in bfloat16 (parameters are gathered in it) and hand float32 on to what
     surrounds them; gradients are reduced in float32, and the shards that the optimizer sees stay float32. What lies
-    outside every unit computes in float32.
+    outside every unit computes in float32. `experts` are units of their own on the axes "replicate" and "efsdp" of
+    expert_mesh.
 
     Returns:
         the units' names in the order in which they were wrapped.
@@ -64,6 +73,10 @@ def shard_dense(
     # Raw traversal: TorchRec's modules override named_parameters and hide the kernels' own parameters in it.
     ignored = {p for t in tables for m in t.modules() for p in m._parameters.values() if p is not None}
     axes = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
+    special: dict[str, DeviceMesh] = {}
+    if expert_mesh is not None:
+        replicated = expert_mesh["replicate"].size() > 1
+        special = dict.fromkeys(experts, expert_mesh["replicate", "efsdp"] if replicated else expert_mesh["efsdp"])
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     unit_policy = policy
     if precision == "bf16":
@@ -71,10 +84,10 @@ def shard_dense(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
     # A child's name is longer than its parent's: children first, as FSDP2 needs.
-    order = sorted(set(units), key=lambda name: (-name.count("."), name))
+    order = sorted({*units, *special}, key=lambda name: (-name.count("."), name))
     for name in order:
         unit = find_unit(root, name)
-        fully_shard(unit, mesh=axes, mp_policy=unit_policy, ignored_params=ignored)
+        fully_shard(unit, mesh=special.get(name, axes), mp_policy=unit_policy, ignored_params=ignored)
         if not fsdp_sees_dataclasses():
             expose_dataclasses(unit)
     fully_shard(root, mesh=axes, mp_policy=policy, ignored_params=ignored)
@@ -97,3 +110,31 @@ def reshard(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@torch.no_grad()
+def clip_by_global_norm(params: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Like torch.nn.utils.clip_grad_norm_, for DTensors on several meshes; the norm before clipping, on every rank.
+
+    An element that n ranks hold (replicas, or everyone for a plain tensor) counts 1 / n on each of them.
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    world = dist.get_world_size()
+    locals_, total = [], None
+    for grad in grads:
+        local, holders = grad, world
+        if isinstance(grad, DTensor):
+            local = grad.to_local()
+            sharded = [grad.device_mesh.size(i) for i, place in enumerate(grad.placements) if place.is_shard()]
+            holders = grad.device_mesh.size() // math.prod(sharded)
+        locals_.append(local)
+        square = local.float().square().sum() / holders
+        total = square if total is None else total + square
+    if total is None:
+        raise ValueError("no dense parameter has a gradient")
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for local in locals_:
+        local.mul_(scale.to(local.dtype))
+    return norm

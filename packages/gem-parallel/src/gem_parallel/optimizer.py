@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,16 +82,45 @@ def load_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer,
             _copy(target, value, path)
         else:
             optimizer.state[by_name[name]][key] = value
-    if len(state["groups"]) != len(optimizer.param_groups):
-        raise ValueError(
-            f"load_optimizer_state: {len(state['groups'])} parameter groups for an optimizer with "
-            f"{len(optimizer.param_groups)}"
-        )
     for index, group in enumerate(optimizer.param_groups):
-        saved = state["groups"][str(index)]
-        if saved["params"] != live["groups"][str(index)]["params"]:
-            raise ValueError(f"load_optimizer_state: group {index} holds other parameters than the saved one")
-        group.update({key: value for key, value in saved.items() if key != "params"})
+        group.update(_saved_options(live["groups"][str(index)]["params"], state["groups"], index))
+
+
+def _saved_options(names: list[str], saved: Mapping[str, Mapping[str, Any]], index: int) -> dict[str, Any]:
+    """The options of the saved groups that held these parameters.
+
+    Groups are found by their parameters, because `optimizer_groups` cuts them otherwise in another layout. Experts
+    stand for one another: every rank of an expert axis has others, and the saved names are rank 0's.
+    """
+    home = {_any_expert(name): group for group in saved.values() for name in group["params"]}
+    found = [home[_any_expert(name)] for name in names if _any_expert(name) in home]
+    absent = [name for name in names if _any_expert(name) not in home and _any_expert(name) == name]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in found]
+    if absent or not options or any(other != options[0] for other in options[1:]):
+        raise ValueError(
+            f"load_optimizer_state: group {index} holds other parameters than the saved ones"
+            + (f"; {absent[0]} was in none of them" if absent else "")
+        )
+    return options[0]
+
+
+def _any_expert(name: str) -> str:
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+
+
+def optimizer_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups cut so that none mixes meshes: torch's fused and foreach optimizers refuse DTensors of several.
+
+    Args:
+        groups: dicts with "params" and options, as for torch.optim. Without an expert axis they come back as they are.
+    """
+    cut: list[dict[str, Any]] = []
+    for group in groups:
+        by_mesh: dict[Any, list[Any]] = {}
+        for param in group["params"]:
+            by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
+        cut += [{**group, "params": params} for params in by_mesh.values()]
+    return cut
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad, SparseSGD
 from gem_parallel.copied import CopiedTables
-from gem_parallel.dense import find_unit, place_dense, reshard, shard_dense
+from gem_parallel.dense import clip_by_global_norm, find_unit, place_dense, reshard, shard_dense
+from gem_parallel.expert import find_ensembles, is_elsewhere, make_expert_mesh, spread_experts
 from gem_parallel.fully_sharded import FullyShardedTables
 from gem_parallel.mesh import make_mesh
 from gem_parallel.runtime import Runtime
@@ -53,6 +53,7 @@ class ParallelModel:
         fully_sharded: FullyShardedTables | None = None,
         copied: CopiedTables | None = None,
         sparse_scale: float = 1.0,
+        ensembles: Sequence[str] = (),
     ) -> None:
         self.runtime = runtime
         self.mesh = mesh
@@ -63,6 +64,7 @@ class ParallelModel:
         self.fully_sharded = fully_sharded  # the engine of table_strategy "v3"
         self.copied = copied  # the engine of table_strategy "v2"
         self._sparse_scale = sparse_scale
+        self._ensembles = tuple(ensembles)
 
     @property
     def module(self) -> nn.Module:
@@ -96,6 +98,10 @@ class ParallelModel:
                     named.append((f"{prefix}.{name}" if prefix else name, param))
         return named
 
+    def is_expert(self, name: str) -> bool:
+        """Whether the parameter called `name` belongs to an ensemble that is spread over the expert axis."""
+        return is_elsewhere(name, self._ensembles)
+
     def dense_parameters(self) -> list[nn.Parameter]:
         """The parameters for the dense optimizer."""
         return [param for _, param in self.named_dense_parameters()]
@@ -116,6 +122,8 @@ class ParallelModel:
         """
         params = self.dense_parameters()
         with self.runtime.waiting("the norm of the dense gradients"):
+            if self._ensembles:  # of which every rank of the expert axis has others
+                return clip_by_global_norm(params, max_norm)
             norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return norm.detach().to(torch.float32)
@@ -150,7 +158,8 @@ class ParallelModel:
         """
         for part, target in self.state_dict().items():
             source = state.get(part, {})
-            missing, unknown = sorted(target.keys() - source.keys()), sorted(source.keys() - target.keys())
+            missing = sorted(target.keys() - source.keys())
+            unknown = sorted(name for name in source.keys() - target.keys() if not self.is_expert(name))
             if missing or (unknown and part == "model"):
                 raise ValueError(f"load_state_dict: {part}: missing {missing}, unknown {unknown}")
             for name, tensor in target.items():
@@ -192,7 +201,8 @@ def parallelize(
     Args:
         model: its tables are torchrec EmbeddingCollections / EmbeddingBagCollections on any device (meta spares the
             memory), the rest is on a real device.
-        roles: parameter name -> "dense", "expert" or "table", for every parameter.
+        roles: parameter name -> "dense", "expert" or "table", for every parameter. Experts are spread over the expert
+            axis when config.experts > 1 (see `gem_parallel.expert`), else sharded like dense parameters.
         config: the layout.
         runtime: from `start`.
         sparse: the tables' optimizer.
@@ -213,15 +223,20 @@ def parallelize(
         find_unit(model, unit)
     sharded = runtime.world > 1 or precision == "bf16"
     mesh = make_mesh(runtime, config) if sharded else None
+    expert_mesh = make_expert_mesh(runtime, config)
+    ensembles = find_ensembles(model, roles) if expert_mesh is not None else []
+    if expert_mesh is not None and not ensembles:
+        raise ValueError(f"ParallelConfig.experts = {config.experts}, but no parameter has the role 'expert'")
     groups = make_table_groups(runtime, config) if table_modules else None
     plan = plan_tables(model, config, runtime, topology, groups)
     with runtime.waiting("the tables' sharding"):
         place_dense(model, table_modules.values(), runtime.device)
+        experts = spread_experts(model, ensembles, expert_mesh) if expert_mesh is not None else []
         dmp = shard_tables(model, sparse, plan, runtime, config, groups)
         order: list[str] = []
         if mesh is not None:
             tables = [dmp.module.get_submodule(name) for name in table_modules]
-            order = shard_dense(dmp.module, tables, units, mesh, precision)
+            order = shard_dense(dmp.module, tables, units, mesh, precision, experts, expert_mesh)
     init_tables(dmp.module, config.table_seed, config.table_std)
     fully_sharded = copied = None
     shards = plan_rows(plan)
@@ -244,6 +259,7 @@ def parallelize(
         fully_sharded=fully_sharded,
         copied=copied,
         sparse_scale=moment_scale(sparse, config),
+        ensembles=ensembles,
     )
 
 
@@ -263,10 +279,6 @@ def _check_roles(model: nn.Module, roles: Mapping[str, str], tables: Mapping[str
     unknown = sorted(set(roles) - names)
     if unknown:
         raise ValueError(f"roles names parameters that the model lacks: {unknown}")
-    if any(roles[name] == "expert" for name in names):
-        warnings.warn(
-            "expert parameters are sharded like dense ones: expert parallelism is not there yet", stacklevel=3
-        )
 
 
 @torch.no_grad()

@@ -28,8 +28,9 @@ def compare(
     samples: int = 16,
     lr: float = 0.05,
     sparse: RowWiseAdagrad | SparseSGD | None = None,
+    experts: int = 0,
 ) -> tuple[dict[str, float], ParallelModel]:
-    """Train both for `steps` steps on global batches of `samples`.
+    """Train both for `steps` steps on global batches of `samples`; the model has an ensemble of `experts`.
 
     With table_strategy "v2", the plain model has as many copies of its tables, which see the samples of their groups.
 
@@ -38,8 +39,8 @@ def compare(
     """
     sparse = sparse or RowWiseAdagrad(lr=lr, eps=1e-4)
     lr, eps, sgd = sparse.lr, getattr(sparse, "eps", 0.0), isinstance(sparse, SparseSGD)
-    model = SmallModel()
-    twin = SmallModel()
+    model = SmallModel(experts=experts)
+    twin = SmallModel(experts=experts)
     parallel = parallelize(model, model.roles(), config, runtime, sparse=sparse, units=UNITS)
     before = full_state(parallel)["model"]
     tables = {name.split(".")[-2]: value.to(runtime.device) for name, value in before.items() if _is_table(name)}

@@ -99,11 +99,28 @@ class _Block(nn.Module):
         return x, Memory(torch.tanh(self.update(memory.values)))
 
 
+class _Ensemble(nn.Module):
+    """The sum of experts of different sizes."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 8 + 3 * i), nn.GELU(), nn.Linear(8 + 3 * i, width)) for i in range(experts)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.experts[0](x)
+        for expert in self.experts[1:]:
+            total = total + expert(x)
+        return total
+
+
 class _Dense(nn.Module):
     """All dense layers but the root's own parameter; `head` belongs to no unit."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, experts: int) -> None:
         super().__init__()
+        self.ensemble = _Ensemble(16, experts) if experts else None
         self.tower = nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, 16))
         self.trunk = nn.ModuleList(_Block(16) for _ in range(2))
         self.head = nn.Linear(16, 1)
@@ -111,6 +128,8 @@ class _Dense(nn.Module):
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:  # [B, width] -> [B]
         x = self.tower(pooled)
+        if self.ensemble is not None:
+            x = x + self.ensemble(x)
         memory = Memory(x)
         for block in self.trunk:
             x, memory = block(x, memory)
@@ -127,7 +146,14 @@ class SmallModel(nn.Module):
     """Sequence and bag tables, FSDP units, a layer outside every unit, a parameter of the root and a buffer."""
 
     def __init__(
-        self, *, seed: int = 0, dim: int = 8, device: str = "meta", rows: Mapping[str, int] = ROWS, tables: bool = True
+        self,
+        *,
+        seed: int = 0,
+        dim: int = 8,
+        device: str = "meta",
+        rows: Mapping[str, int] = ROWS,
+        tables: bool = True,
+        experts: int = 0,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -143,7 +169,7 @@ class SmallModel(nn.Module):
             )
         torch.manual_seed(seed)  # so that the dense layers do not depend on where the tables are
         self.width = dim * (len(SEQUENCES) + len(BAGS))
-        self.dense = _Dense(self.width)
+        self.dense = _Dense(self.width, experts)
         self.gain = nn.Parameter(torch.ones(1))
 
     @staticmethod
@@ -161,8 +187,9 @@ class SmallModel(nn.Module):
 
     def roles(self) -> dict[str, str]:
         """The role of every parameter."""
+        kinds = {"sequences": "table", "bags": "table"}
         return {
-            name: "table" if name.startswith(("sequences.", "bags.")) else "dense"
+            name: "expert" if ".experts." in name else kinds.get(name.split(".")[0], "dense")
             for name, _ in self.named_parameters()
         }
 
