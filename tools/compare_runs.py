@@ -1,7 +1,7 @@
 """Compare the loss curves of two run folders: `python tools/compare_runs.py runs/one runs/two --tolerance 1e-4`.
 
-Prints the largest relative difference of the training loss over the common steps, and the validation NEs side by side. Exits
-with 1 when the difference exceeds the tolerance or the runs share no step.
+Prints the largest relative difference of the training loss over the common steps, and the validation NEs side by side.
+Exits with 1 when the difference exceeds the tolerance or the runs share no step.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ def assemble(
             config.parallel,
             batch_size=train.local_batch_size,  # what the planner reckons with; not the user's to know
             table_seed=config.parallel.table_seed + config.train.seed,  # another run seed draws other tables, too
+            table_std=config.parallel.table_std or inputs.table_std,
         )
         adagrad = RowWiseAdagrad(lr=config.optim.sparse_lr, eps=config.optim.sparse_eps)
         model = parallelize(gem, roles(gem), layout, runtime, sparse=adagrad, units=gem.units())

@@ -1,4 +1,4 @@
-"""Recipes: functions that return a RunConfig, found through the entry points of the group `gem_train.recipes`.
+"""Recipes: functions that return a RunConfig: the built-in ones, and those of entry points in the group `gem_train.recipes`.
 
 Another distribution adds one without touching this package, in its pyproject.toml:
 
@@ -18,6 +18,7 @@ from gem_train.config.tree import suggest
 from gem_train.errors import UserError
 
 GROUP = "gem_train.recipes"
+BUILT_IN = ("ml100k", "synthetic")  # there also in a source tree that is not installed and so has no entry points
 
 
 def names() -> list[str]:
@@ -41,8 +42,7 @@ def summary(name: str) -> str:
 def _function(name: str) -> Callable[[], RunConfig]:
     registered = _registered()
     if name not in registered:
-        known = ", ".join(sorted(registered)) or "none: reinstall gem-train, its entry points are missing"
-        raise UserError(f"unknown recipe {name!r}{suggest(name, registered)} (there are: {known})")
+        raise UserError(f"unknown recipe {name!r}{suggest(name, registered)} (there are: {', '.join(sorted(registered))})")
     try:
         function: Callable[[], RunConfig] = registered[name].load()
     except (ImportError, AttributeError) as error:
@@ -51,4 +51,5 @@ def _function(name: str) -> Callable[[], RunConfig]:
 
 
 def _registered() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
+    built_in = [EntryPoint(name=name, value=f"{__name__}.builtin:{name}", group=GROUP) for name in BUILT_IN]
+    return {point.name: point for point in (*built_in, *entry_points(group=GROUP))}
