@@ -123,7 +123,7 @@ def test_other_packages_can_register_recipes(monkeypatch):
     broken = EntryPoint(name="broken", value="no_such_module:recipe", group=recipes.GROUP)
     wrong = EntryPoint(name="wrong", value="builtins:dict", group=recipes.GROUP)
     monkeypatch.setattr(recipes, "entry_points", lambda group: [point, broken, wrong])
-    assert recipes.names() == ["broken", "ours", "wrong"]
+    assert recipes.names() == ["broken", "ml100k", "ours", "synthetic", "wrong"]
     assert recipes.load("ours").recipe == "ours"
     with pytest.raises(ValueError, match="no_such_module"):
         recipes.load("broken")

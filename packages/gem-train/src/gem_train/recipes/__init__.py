@@ -1,4 +1,4 @@
-"""Recipes: functions that return a RunConfig: the built-in ones, and those of entry points in the group `gem_train.recipes`.
+"""Recipes: functions that return a RunConfig; the built-in ones and those of the entry points in `gem_train.recipes`.
 
 Another distribution adds one without touching this package, in its pyproject.toml:
 
@@ -42,7 +42,7 @@ def summary(name: str) -> str:
 def _function(name: str) -> Callable[[], RunConfig]:
     registered = _registered()
     if name not in registered:
-        raise UserError(f"unknown recipe {name!r}{suggest(name, registered)} (there are: {', '.join(sorted(registered))})")
+        raise UserError(f"unknown recipe {name!r}{suggest(name, registered)} (there are: {', '.join(names())})")
     try:
         function: Callable[[], RunConfig] = registered[name].load()
     except (ImportError, AttributeError) as error:
