@@ -13,6 +13,7 @@ from gem_parallel.__about__ import __version__
 if TYPE_CHECKING:
     from gem_parallel.checkpoint import Checkpointer, CheckpointError, PerRank
     from gem_parallel.config import ParallelConfig, RowWiseAdagrad, SparseSGD
+    from gem_parallel.export import ExportError, export_tables
     from gem_parallel.mesh import make_mesh
     from gem_parallel.optimizer import load_optimizer_state, optimizer_groups, optimizer_state
     from gem_parallel.parallel import ParallelModel, parallelize
@@ -30,6 +31,8 @@ _HOME = {
     "ParallelConfig": "config",
     "RowWiseAdagrad": "config",
     "SparseSGD": "config",
+    "ExportError": "export",
+    "export_tables": "export",
     "make_mesh": "mesh",
     "load_optimizer_state": "optimizer",
     "optimizer_groups": "optimizer",
@@ -59,6 +62,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "Disturbance",
+    "ExportError",
     "LayerSpec",
     "ModelSpec",
     "NothingFitsError",
@@ -76,6 +80,7 @@ __all__ = [
     "Tier",
     "Topology",
     "__version__",
+    "export_tables",
     "init_tables",
     "load_optimizer_state",
     "make_mesh",

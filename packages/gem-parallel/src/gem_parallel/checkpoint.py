@@ -13,14 +13,13 @@ The folder must be shared by all ranks. Files are pickles in part: load only che
 
 from __future__ import annotations
 
-import errno
+import copy
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from gem_parallel.background import Background, second_control
+from gem_parallel.blocks import Block, BlockReader, Blocks, BlockWriter, ChangedMoments, compare, is_distributed, take
+from gem_parallel.errors import CheckpointError, quiet, reason
 from gem_parallel.files import File, describe, flush_folder, verify, write_bytes
-from gem_parallel.resize import CommonRows, is_table
 from gem_parallel.runtime import Runtime, attach
-from gem_parallel.sparse import global_shape
+from gem_parallel.sparse import local_shards
 from gem_parallel.tree import PerRank, join, merge, split
 
 __all__ = ["CheckpointError", "Checkpointer", "PerRank"]
 
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{10})")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; earlier ones are untouched."""
 
 
 class Checkpointer:
@@ -67,6 +64,8 @@ class Checkpointer:
         self.folder = Path(folder)
         self.keep = keep
         self._runtime = runtime
+        self._thread: Background | None = None
+        self._writer: Checkpointer | None = None  # a twin whose collectives are the thread's
         self._checked: dict[File, str] = {}  # content hashes by path, size and times: a file is read once
 
     @property
@@ -85,6 +84,7 @@ class Checkpointer:
 
         A damaged one is passed over with a warning that names the file and what is wrong with it.
         """
+        self.wait()
         for step in self._newest_first():
             problem = self._problem(step)
             if problem is None:
@@ -100,11 +100,47 @@ class Checkpointer:
                 and the earlier ones are as they were.
             TypeError: a list or tuple in `state` that holds a DTensor or ShardedTensor.
         """
-        if step < 0:
-            raise ValueError(f"step must be >= 0, got {step}")
+        self.wait()
+        tensors, plain, own = split(_checked_step(step, state))
+        return self._write(step, take(tensors, self._mine(tensors), copy=False), plain, own)
+
+    def save_async(self, step: int, state: dict[str, Any]) -> None:
+        """Like `save`, but only a copy in host memory is made now; a thread writes it while training goes on.
+
+        At most one save is under way: this one waits for the last one first. The thread talks through a process group
+        of its own. Call `wait` before the process groups are closed.
+
+        Raises:
+            CheckpointError: the *last* save failed; this one has not begun.
+        """
+        self.wait()
+        tensors, plain, own = split(_checked_step(step, state))
+        taken = take(tensors, self._mine(tensors), copy=True)
+        plain, own = copy.deepcopy(plain), copy.deepcopy(own)
+        if self._writer is None:
+            self._writer = Checkpointer(self.folder, self.keep, runtime=second_control(self.runtime))
+            self._writer._checked = self._checked
+        self._thread = Background(lambda: self._writer._write(step, taken, plain, own))  # type: ignore[union-attr]
+
+    def wait(self) -> None:
+        """Wait for the save that is under way, if any.
+
+        Raises:
+            CheckpointError: it failed (on all ranks); earlier checkpoints are as they were.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.result()
+
+    def _mine(self, tensors: dict[str, Any]) -> set[str]:
+        """Names of the plain tensors that this rank writes: it is the first to have them, most often rank 0."""
+        plain = [name for name, tensor in tensors.items() if not is_distributed(tensor)]
+        before = self.runtime.gather(plain, "the names of the tensors to save")[: self.runtime.rank]
+        return set(plain) - {name for names in before for name in names}
+
+    def _write(self, step: int, tensors: dict[str, Blocks], plain: Any, own: Any) -> Path:
         runtime, final = self.runtime, self._path(step)
         partial = self.folder / f".saving-{step:010d}"
-        tensors, plain, own = split(state)
 
         def prepare() -> None:
             if runtime.is_main:
@@ -115,8 +151,14 @@ class Checkpointer:
 
         def write_tensors() -> None:
             writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, overwrite=True)
-            with _quiet():
-                dcp.save(tensors, storage_writer=writer, process_group=runtime.control, no_dist=runtime.world == 1)
+            with quiet():
+                dcp.save(
+                    tensors,
+                    storage_writer=writer,
+                    planner=BlockWriter(),
+                    process_group=runtime.control,
+                    no_dist=runtime.world == 1,
+                )
 
         def write_values() -> list[tuple[str, int, str]]:
             if runtime.is_main:
@@ -167,7 +209,11 @@ class Checkpointer:
         Raises:
             CheckpointError: no (intact) checkpoint, a tensor that the checkpoint lacks, or another shape; nothing has
                 been changed then.
+
+        Moments of a table whose columns are cut otherwise than when they were saved ("column_wise") are converted: to
+        fewer blocks exactly, to more blocks from their row's mean.
         """
+        self.wait()
         if step is None:
             step = self.latest()
             if step is None:
@@ -181,20 +227,28 @@ class Checkpointer:
         reader = dcp.FileSystemReader(path)
         everyone = runtime.gather(sorted(tensors), "the names of what is asked for")  # experts differ between ranks
         wanted = {name for names in everyone for name in names}
-        resized: list[str] = self._together(
+        resized, changed = self._together(
             f"compare step {step} with what is asked for",
             None,
-            lambda: self._compare(reader, tensors, wanted, state, resize_tables),
-        )[0]
+            lambda: compare(reader, tensors, wanted, state, resize=resize_tables, warn=self._warn),
+        )[runtime.rank]
 
         def read() -> None:
             where: dict[str, Any] = {"process_group": runtime.control, "no_dist": runtime.world == 1}
-            same = {name: tensor for name, tensor in tensors.items() if name not in resized}
-            other = {name: tensors[name] for name in resized}
-            with _quiet():
+
+            def read_blocks(wanted: dict[str, list[Block]]) -> None:
+                dcp.load({}, storage_reader=dcp.FileSystemReader(path), planner=BlockReader(wanted), **where)
+
+            odd = {*resized, *changed}
+            same = {name: tensor for name, tensor in tensors.items() if name not in odd}
+            moments = ChangedMoments({name: (tensors[name], change) for name, change in changed.items()})
+            with quiet():
                 dcp.load(same, storage_reader=reader, **where)
                 if resized:
-                    dcp.load(other, storage_reader=dcp.FileSystemReader(path), planner=CommonRows(), **where)
+                    read_blocks({name: list(local_shards(tensors[name])) for name in resized})
+                if changed:
+                    read_blocks(moments.wanted)
+            moments.finish()
 
         self._together(f"read the tensors of step {step}", None, read)
 
@@ -281,40 +335,6 @@ class Checkpointer:
 
     # --- the ranks
 
-    def _compare(
-        self,
-        reader: dcp.FileSystemReader,
-        tensors: dict[str, Any],
-        wanted: set[str],
-        state: dict[str, Any],
-        resize: bool,
-    ) -> list[str]:
-        """Names of the tables to be resized; anything else that does not fit is an error."""
-        resized, unfit = [], []
-        saved = reader.read_metadata().state_dict_metadata
-        missing = sorted(tensors.keys() - saved.keys())
-        if missing:
-            raise CheckpointError(f"{reader.path}: holds no tensor {', '.join(missing)}")
-        for name, tensor in tensors.items():
-            have, want = tuple(getattr(saved[name], "size", ())), global_shape(tensor)
-            if have == want:
-                continue
-            if not (resize and is_table(tensor) and have[1:] == want[1:] and have and want):
-                unfit.append(f"tensor {name} has shape {have}, expected {want}")
-                continue
-            resized.append(name)
-            self._warn(
-                f"{name} has {have[0]} rows in the checkpoint and {want[0]} now; "
-                f"the first {min(have[0], want[0])} are loaded"
-            )
-        if unfit:
-            raise CheckpointError(f"{reader.path}: {'; '.join(unfit)}")
-        asked = {str(key) for key in state}
-        extra = sorted(name for name in saved.keys() - wanted if name.split("/", 1)[0] in asked)
-        if extra:
-            self._warn(f"{reader.path}: {len(extra)} saved tensors are not asked for, the first is {extra[0]}")
-        return resized
-
     def _together(self, what: str, partial: Path | None, work: Callable[[], Any]) -> list[Any]:
         """Do `work` on every rank, give back all results; if it fails on one, remove `partial` and raise on all."""
         result, failure, cause = None, None, None
@@ -322,7 +342,7 @@ class Checkpointer:
             with self.runtime.waiting(what):
                 result = work()
         except (Exception, CheckpointException) as error:  # a CheckpointException is a BaseException
-            failure, cause = _reason(error), error
+            failure, cause = reason(error), error
         outcomes = self.runtime.gather((failure, result), what)
         failures = [f"rank {rank}: {outcome[0]}" for rank, outcome in enumerate(outcomes) if outcome[0]]
         if failures:
@@ -336,6 +356,12 @@ class Checkpointer:
             warnings.warn(message, stacklevel=3)
 
 
+def _checked_step(step: int, state: dict[str, Any]) -> dict[str, Any]:
+    if step < 0:
+        raise ValueError(f"step must be >= 0, got {step}")
+    return state
+
+
 def _publish(partial: Path, final: Path) -> None:
     """The moment in which the checkpoint begins to exist."""
     if final.exists():  # the same step again, for example after its damaged copy was passed over
@@ -345,29 +371,3 @@ def _publish(partial: Path, final: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     else:
         os.rename(partial, final)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's remarks on a world of one and on ShardedTensor, which TorchRec's tables are."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        warnings.filterwarnings("ignore", message=".*ShardedTensor", category=FutureWarning)
-        yield
-
-
-def _reason(error: BaseException) -> str:
-    """One line; a full disk is said in plain words wherever in the chain it hides."""
-    chain: list[BaseException] = [error]
-    if isinstance(error, CheckpointException):
-        chain += [failure[0] for failure in error.failures.values()]
-    for link in chain:
-        cause: BaseException | None = link
-        while cause is not None:
-            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                return f"the disk is full ({cause.strerror or 'ENOSPC'})"
-            cause = cause.__cause__ or cause.__context__
-    inner = chain[-1]
-    if isinstance(inner, CheckpointError):
-        return str(inner)
-    return f"{type(inner).__name__}: {str(inner).strip().splitlines()[0] if str(inner).strip() else ''}"

@@ -102,6 +102,10 @@ class ParallelModel:
         """Whether the parameter called `name` belongs to an ensemble that is spread over the expert axis."""
         return is_elsewhere(name, self._ensembles)
 
+    def is_table(self, name: str) -> bool:
+        """Whether the parameter called `name` is an embedding table."""
+        return name.startswith(tuple(f"{module}." for module in self._table_modules)) and name.endswith(".weight")
+
     def dense_parameters(self) -> list[nn.Parameter]:
         """The parameters for the dense optimizer."""
         return [param for _, param in self.named_dense_parameters()]
