@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gem_parallel.table_groups import TableGroups, flat_weights, kernels
+from gem_parallel.table_groups import TableGroups, flat_weights, kernels, table_batch
 
 
 class CopiedTables:
@@ -29,7 +29,7 @@ class CopiedTables:
         self._kernels = [kernel for module in modules for kernel in kernels(module)]
         self._counted = False
         for kernel in self._kernels:
-            kernel._emb_module.register_forward_hook(self._after_lookup)  # type: ignore[union-attr]
+            table_batch(kernel).register_forward_hook(self._after_lookup)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -41,11 +41,7 @@ class CopiedTables:
         found = []
         for kernel in self._kernels:
             found.append(flat_weights(kernel).detach())
-            found += [
-                state
-                for states in kernel._emb_module.get_optimizer_state()  # type: ignore[union-attr]
-                for state in states.values()
-            ]
+            found += [state for states in table_batch(kernel).get_optimizer_state() for state in states.values()]
         return [tensor for tensor in found if tensor.numel()]
 
     def _after_lookup(self, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -27,7 +27,7 @@ from torchrec.distributed.types import ShardingPlan
 from gem_parallel.config import RowWiseAdagrad, SparseSGD
 from gem_parallel.runtime import Runtime
 from gem_parallel.sparse import TableShard
-from gem_parallel.table_groups import TableGroups, flat_weights, kernels
+from gem_parallel.table_groups import TableGroups, flat_weights, kernels, table_batch
 
 Block = tuple[torch.Tensor, tuple[int, ...]]  # a part of a tensor, and its corner in the whole
 
@@ -35,9 +35,9 @@ Block = tuple[torch.Tensor, tuple[int, ...]]  # a part of a tensor, and its corn
 class _Kernel:
     """The tables of one fused kernel: rows [n, dim] one after another, of which this rank owns a slice."""
 
-    def __init__(self, kernel: nn.Module, groups: TableGroups, moments: bool) -> None:
-        self.module: Any = kernel._emb_module
-        self.tables = list(kernel._config.embedding_tables)  # type: ignore[union-attr]
+    def __init__(self, kernel: Any, groups: TableGroups, moments: bool) -> None:
+        self.module = table_batch(kernel)
+        self.tables = list(kernel._config.embedding_tables)
         self.group = groups.copies_group
         self.copies = groups.copies
         dims = {table.local_cols for table in self.tables}
@@ -53,7 +53,9 @@ class _Kernel:
         # Padding behind the tables: TorchRec's own views of this storage stay what they are.
         assert flat.storage_offset() == 0
         self._storage.resize_(max(self._bytes, self._storage.nbytes()))
-        self._whole = torch.empty(0, device=flat.device).set_(self._storage, 0, (self.copies * self.chunk * self.dim,))
+        self._whole = torch.empty(0, device=flat.device).set_(
+            self._storage, 0, torch.Size([self.copies * self.chunk * self.dim]), (1,)
+        )
         self._whole[flat.numel() :].zero_()
         end = self.begin + self.chunk
         self.weight = self._whole.view(-1, self.dim)[self.begin : end].clone()  # [chunk, dim]
@@ -211,12 +213,13 @@ class FullyShardedTables:
             module, _, table, _ = name.rsplit(".", 3)
             for shard in shards:
                 (row, col), (height, width) = shard.shard_offsets, shard.shard_sizes
+                place: Any = shard.placement
                 found.append(
                     TableShard(
                         module=module,
                         table=table,
                         sharding=kinds[(module, table)],
-                        rank=shard.placement.rank(),  # type: ignore[union-attr]
+                        rank=place.rank(),
                         rows=(row, row + height),
                         cols=(col, col + width),
                     )

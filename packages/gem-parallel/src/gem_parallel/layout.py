@@ -106,9 +106,9 @@ def place_tables(model: ModelSpec, ranks: int) -> TableLoad:
     blocks.sort(reverse=True)
     # equal blocks in excess of the ranks spread evenly; the heap decides about the rest
     heap = [(0.0, 0.0, rank) for rank in range(ranks)]
-    for reads, size in blocks:
+    for looked_up, held_bytes in blocks:
         have, held, rank = heapq.heappop(heap)
-        heapq.heappush(heap, (have + reads, held + size, rank))
+        heapq.heappush(heap, (have + looked_up, held + held_bytes, rank))
     busiest, mean = max(h[0] for h in heap), all_reads / ranks
     return TableLoad(max(h[1] for h in heap), busiest / mean, weighted / traffic if traffic else 1.0, splits)
 
@@ -121,7 +121,7 @@ def memory(model: ModelSpec, layout: Layout, load: TableLoad, batch: int, profil
     """
     widest = max(u.params for u in model.layers)
     own_experts = model.expert_params / layout.ep
-    widest_expert = max(u.expert_params * u.experts // layout.ep if u.experts else 0 for u in model.layers)
+    widest_expert = max(u.expert_params * u.experts // layout.ep for u in model.layers)
     state = model.state_bytes * (model.dense_params / layout.fsdp + own_experts / (layout.fsdp // layout.ep))
     gathered = 0.0
     if layout.fsdp > 1:  # two units gathered, one unit's gradients
@@ -129,7 +129,8 @@ def memory(model: ModelSpec, layout: Layout, load: TableLoad, batch: int, profil
     kept = sum(u.activation_bytes for u in model.units) * batch
     exchanged = layout.ep * batch * max(u.expert_io_bytes for u in model.layers) if layout.ep > 1 else 0.0
     vectors = 2 * 4 * batch * sum(t.vectors * t.dim * t.count for t in model.tables)  # embeddings and their gradients
-    tables, working = load.bytes_max, 0.0
+    tables = load.bytes_max
+    working = 0.0
     if layout.strategy == "v3":
         tables, working = load.bytes_max / layout.table_copies, load.bytes_max
     always = state + tables + vectors + batch * model.input_bytes + profile.reserve_bytes

@@ -245,12 +245,12 @@ def parallelize(
     fully_sharded = copied = None
     shards = plan_rows(plan)
     if groups is not None:
-        sharded = {name: dmp.module.get_submodule(name) for name in table_modules}
+        split = {name: dmp.module.get_submodule(name) for name in table_modules}
         if config.table_strategy == "v3":
-            fully_sharded = FullyShardedTables(sharded, groups, sparse, runtime)
+            fully_sharded = FullyShardedTables(split, groups, sparse, runtime)
             shards = fully_sharded.rows(plan)
         else:
-            copied = CopiedTables(sharded.values(), groups, config.table_sync_every)
+            copied = CopiedTables(split.values(), groups, config.table_sync_every)
             copies = runtime.gather(shards, "the tables' copies")
             shards = [row for ranks in groups.rows() for row in copies[ranks[0]]]
     return ParallelModel(

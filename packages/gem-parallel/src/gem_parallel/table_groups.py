@@ -101,7 +101,13 @@ def kernels(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def table_batch(kernel: nn.Module) -> Any:
+    """fbgemm's module inside a kernel."""
+    return kernel._emb_module
+
+
 def flat_weights(kernel: nn.Module) -> nn.Parameter:
     """The one-dimensional parameter that holds all tables of a kernel."""
-    inner: Any = kernel._emb_module
-    return inner.weights_dev if inner.weights_dev.numel() else inner.weights_host
+    inner = table_batch(kernel)
+    weights: nn.Parameter = inner.weights_dev if inner.weights_dev.numel() else inner.weights_host
+    return weights
