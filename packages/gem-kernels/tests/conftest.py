@@ -1,12 +1,17 @@
 """Without a GPU, Triton kernels are tested in its interpreter, which must be chosen before a kernel is decorated."""
 
 import os
+from importlib import import_module
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Decorate every kernel now: a test that sets the variable for a while would otherwise leave interpreted kernels on a GPU.
+for _operator in ("block_attention", "gdpa", "jagged_attention", "rotary"):
+    import_module(f"gem_kernels.{_operator}.triton")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -108,6 +109,10 @@ def _run(device: str, **env: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.skipif(
+    version("triton").startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0",
+    reason="the interpreter of triton 3.6 needs numpy < 2.4",
+)
 def test_the_device_builder_agrees_in_the_interpreter() -> None:
     _run("cpu", TRITON_INTERPRET="1")
 
