@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Decorate every kernel now: a test that sets the variable for a while would otherwise leave interpreted kernels on a GPU.
+# Decorate every kernel now: a test that sets the variable for a while would leave interpreted kernels on a GPU.
 for _operator in ("block_attention", "gdpa", "jagged_attention", "rotary"):
     import_module(f"gem_kernels.{_operator}.triton")
 
