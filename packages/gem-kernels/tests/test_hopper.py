@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 
 LQ = [1, 63, 64, 65, 127, 128, 129, 0, 200, 0, 0, 500, 33, 193, 1, 640, 64, 900]
 LK = [1, 129, 128, 127, 65, 64, 63, 100, 0, 0, 5, 700, 257, 256, 1000, 640, 900, 64]
-FORWARD = ["3x128", "2x128-ahead", "2x128-across", "3x64", "3x64-across", "3x64-across-6", "2x64-across-8"]
-BACKWARD = ["fused", "split-2x128", "split-3x64"]
+FORWARD = ["3x128", "3x128-prefetch", "2x128-ahead", "2x128-ahead-prefetch", "3x64-across-6", "2x64-across-8"]
+BACKWARD = ["fused", "split"]
 
 
 def dense(q, k, v, lq, lk, scale, act):

@@ -10,6 +10,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--activation", action="append", help="of the gdpa suite, may be repeated; silu by default")
     parser.add_argument("--variant", default="", help="only variants whose name contains this")
+    parser.add_argument(
+        "--skip", action="append", default=[], help="no variants whose name contains this; may be repeated"
+    )
+    parser.add_argument("--peer", action="append", default=[], help="only this peer; may be repeated; all by default")
     parser.add_argument("--rounds", type=int, default=3, help="rounds over all variants; the median counts")
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of repeats of a variant in a round")
     parser.add_argument(
@@ -95,13 +100,15 @@ def main(arguments: list[str] | None = None) -> int:
     print("ceilings:", {name: round(x, 2) for name, x in found.items()}, flush=True)
     acts: list[str | None] = [None] if options.suite == "attention" else list(options.activation or ["silu"])
     rows: list[dict[str, Any]] = []
+    begun = time.monotonic()
     for name in options.case or cases.NAMES:
         for act in acts:
             rows += suite.measure(
                 cases.case(name), act, device, passes=tuple(options.passes or ("forward", "backward")),
-                only=options.variant,
+                only=options.variant, skip=tuple(options.skip), peer_names=tuple(options.peer),
                 rounds=options.rounds, rep=options.rep, ceilings=found, gate_only=options.gate_only,
             )  # fmt: skip
+            print(f"{name} done after {time.monotonic() - begun:.1f} s", flush=True)
             if rows and options.out:  # after every case: a run that is cut short leaves what it has
                 _write(options.out, options.suite, options.commit or _commit(), found, rows, arguments)
             torch.cuda.empty_cache()

@@ -65,7 +65,7 @@ class Problem:
 class Variant:
     """Something to time: `forward()` gives O, `backward()` (after `forward`) gives dQ, dK, dV."""
 
-    forward: Callable[[], Tensor]
+    forward: Callable[[], Tensor] | None
     backward: Callable[[], tuple[Tensor, ...]] | None
 
 
@@ -117,7 +117,7 @@ def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
     for name, config in launch.FORWARD.items():
         yield f"hopper {name}", Variant(functools.partial(forward, config), None)
     for name, split in launch.BACKWARD.items():
-        yield f"hopper {name}", Variant(p.dout.clone, functools.partial(backward, split))
+        yield f"hopper {name}", Variant(None, functools.partial(backward, split))
 
 
 def ours(p: Problem) -> dict[str, Variant]:
@@ -137,16 +137,19 @@ def ours(p: Problem) -> dict[str, Variant]:
     return found
 
 
-def theirs(p: Problem) -> dict[str, Variant]:
-    """The peers (softmax) that can be imported here."""
+def theirs(p: Problem, names: tuple[str, ...]) -> dict[str, Variant]:
+    """Those of the peers (all softmax) that are named, or all, and can be imported here."""
     found = {}
     for name, make in peers.PEERS.items():
+        if names and name not in names:
+            continue
         try:
             found[name] = _by_autograd(make(*p.where), (p.q, p.k, p.v), p.dout)
         except ImportError as error:
             print(f"  no {name}: {error}")
-    run, dense = peers.padded_cudnn(p.q, p.k, p.v, *p.where)
-    found["cudnn-padded"] = _by_autograd(run, dense, None)
+    if not names or "cudnn-padded" in names:
+        run, dense = peers.padded_cudnn(p.q, p.k, p.v, *p.where)
+        found["cudnn-padded"] = _by_autograd(run, dense, None)
     return found
 
 
@@ -179,18 +182,23 @@ def gate(p: Problem, variants: dict[str, Variant], passes: Iterable[str]) -> dic
     out, spans, grads = _reference(p)
     errors: dict[tuple[str, str], float] = {}
     for name, variant in variants.items():
-        if "forward" in passes and not (name.startswith("hopper ") and variant.backward is not None):
+        for what in passes:
+            if (variant.forward if what == "forward" else variant.backward) is None:
+                continue
+            print(f"  {p.case.name} {name} {what}: ", end="", flush=True)
             _poison(p.q.device)
-            got = variant.forward()
-            picked = torch.cat([got[rows] for rows, _ in spans])
-            errors[name, "forward"] = _checked(p, name, "forward", [got], [picked], [out])
-        if "backward" in passes and variant.backward is not None:
-            _poison(p.q.device)
-            all_grads = variant.backward()
-            picked_grads = [
-                torch.cat([g[pair[0] if i == 0 else pair[1]] for pair in spans]) for i, g in enumerate(all_grads)
-            ]
-            errors[name, "backward"] = _checked(p, name, "backward", all_grads, picked_grads, grads)
+            if what == "forward":
+                assert variant.forward is not None
+                full: tuple[Tensor, ...] = (variant.forward(),)
+                expected, sides = [out], [0]
+            else:
+                assert variant.backward is not None
+                full = variant.backward()
+                expected, sides = grads, [0, 1, 1]
+            picked = [torch.cat([x[pair[side]] for pair in spans]) for x, side in zip(full, sides, strict=True)]
+            error = _checked(p, name, what, full, picked, expected)
+            print(f"relative error {error:.2e}", flush=True)
+            errors[name, what] = error
     return errors
 
 
@@ -205,19 +213,18 @@ def _checked(
 
 
 def measure(
-    case: Case, act: str | None, device: torch.device, *, passes: tuple[str, ...], only: str, rounds: int, rep: int,
+    case: Case, act: str | None, device: torch.device, *, passes: tuple[str, ...], only: str, skip: tuple[str, ...],
+    peer_names: tuple[str, ...], rounds: int, rep: int,
         ceilings: dict[str, float], gate_only: bool
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The rows of one case: the gate, then times of ours and, with softmax, of the peers."""
     p = Problem.make(case, act, device)
-    variants = {name: v for name, v in ours(p).items() if only in name}
+    variants = {n: v for n, v in ours(p).items() if only in n and not any(x in n for x in skip)}
     errors = gate(p, variants, passes)
-    for (name, what), error in errors.items():
-        print(f"  {case.name} {name} {what}: relative error {error:.2e}", flush=True)
     if gate_only:
         return []
     cost = flops.attention(case.q, case.k, heads=HEADS, head_dim=DIM, softmax=act is None)
-    peer_variants = theirs(p)
+    peer_variants = theirs(p, peer_names)
     rows = []
     for what in passes:
         runs: dict[str, timing.Run] = {}

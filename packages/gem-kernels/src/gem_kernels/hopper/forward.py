@@ -56,11 +56,25 @@ def tile_record(tiles_ptr, t, count):
 
 
 @gluon.jit
+def _prefetch(ptr, stride, row, count, column, D: gl.constexpr):
+    """Ask for rows [row, row + count) of one head to be brought into L2; for a partition of one warp."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    base = ptr + row.to(gl.int64) * stride + column
+    for first in range(0, count, 32):
+        at = (base + gl.minimum(first + lane, count - 1) * stride).to(gl.int64)
+        for line in gl.static_range(D // 64):  # lines of 128 bytes
+            gl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at + 128 * line], gl.int32, False, 1
+            )
+
+
+@gluon.jit
 def _producer(
     inputs, buffers, barriers,
     BN: gl.constexpr, D: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):  # fmt: skip
-    q_desc, k_desc, v_desc, tiles_ptr, count_ptr = inputs
+    q_desc, k_desc, v_desc, tiles_ptr, count_ptr, q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride = inputs
     q_buf, k_buf, v_buf = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     step = 0
@@ -71,6 +85,11 @@ def _producer(
         q_start1, rows1, k_start1, k_len1, head1, _out1 = tile_record(tiles_ptr, t + 1, count)
         n = gl.cdiv(k_len, BN)
         column = (head // GROUP) * D
+        if PREFETCH > 0:  # while this tile is computed, the next one's rows come from memory
+            ahead = gl.minimum(k_len1, PREFETCH)
+            _prefetch(k_ptr, k_stride, k_start1 + k_len1 - ahead, ahead, (head1 // GROUP) * D, D)
+            _prefetch(v_ptr, v_stride, k_start1 + k_len1 - ahead, ahead, (head1 // GROUP) * D, D)
+            _prefetch(q_ptr, q_stride, q_start1, gl.minimum(rows1, NC * BLOCK), head1 * D, D)
         for g in range(gl.cdiv(rows, NC * BLOCK)):
             slot = visit % QS
             phase = (visit // QS) & 1
@@ -438,9 +457,10 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["heads"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, o_ptr, o_stride, lse_ptr, heads, tiles_ptr, count_ptr, scale, out_scale,
+    q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, q_stride, k_stride, v_stride, o_stride,
+    lse_ptr, heads, tiles_ptr, count_ptr, scale, out_scale,
     BN: gl.constexpr, D: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr,
-    ACT: gl.constexpr, PIPELINE: gl.constexpr, REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
+    ACT: gl.constexpr, PIPELINE: gl.constexpr, PREFETCH: gl.constexpr, REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
 ):  # fmt: skip
     """O = softmax(scale Q K^T) V, or out_scale * act(scale Q K^T) V; for softmax `scale` holds log2(e) as a factor."""
     dtype: gl.constexpr = o_ptr.dtype.element_ty
@@ -466,7 +486,7 @@ def forward_kernel(
     buffers = (q_buf, k_buf, v_buf)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     problem = (o_desc, o_ptr, o_stride, lse_ptr, heads, tiles_ptr, count_ptr, scale, out_scale)
-    inputs = (q_desc, k_desc, v_desc, tiles_ptr, count_ptr)
+    inputs = (q_desc, k_desc, v_desc, tiles_ptr, count_ptr, q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride)
     AHEAD: gl.constexpr = PIPELINE == "ahead"
     if PIPELINE == "across":
         if NC == 2:
@@ -474,7 +494,7 @@ def forward_kernel(
                 [
                     (_across_consumer, (0, problem, buffers, barriers, BN, D, NC, KS, QS, ACT)),
                     (_across_consumer, (1, problem, buffers, barriers, BN, D, NC, KS, QS, ACT)),
-                    (_producer, (inputs, buffers, barriers, BN, D, NC, KS, QS, GROUP)),
+                    (_producer, (inputs, buffers, barriers, BN, D, NC, KS, QS, GROUP, PREFETCH)),
                 ],
                 [4, 1],
                 [REGS, LOADER_REGS],
@@ -485,7 +505,7 @@ def forward_kernel(
                     (_across_consumer, (0, problem, buffers, barriers, BN, D, NC, KS, QS, ACT)),
                     (_across_consumer, (1, problem, buffers, barriers, BN, D, NC, KS, QS, ACT)),
                     (_across_consumer, (2, problem, buffers, barriers, BN, D, NC, KS, QS, ACT)),
-                    (_producer, (inputs, buffers, barriers, BN, D, NC, KS, QS, GROUP)),
+                    (_producer, (inputs, buffers, barriers, BN, D, NC, KS, QS, GROUP, PREFETCH)),
                 ],
                 [4, 4, 1],
                 [REGS, REGS, LOADER_REGS],
@@ -496,7 +516,7 @@ def forward_kernel(
                 [
                     (_consumer, (0, problem, buffers, barriers, BN, D, NC, KS, QS, ACT, AHEAD)),
                     (_consumer, (1, problem, buffers, barriers, BN, D, NC, KS, QS, ACT, AHEAD)),
-                    (_producer, (inputs, buffers, barriers, BN, D, NC, KS, QS, GROUP)),
+                    (_producer, (inputs, buffers, barriers, BN, D, NC, KS, QS, GROUP, PREFETCH)),
                 ],
                 [4, 1],
                 [REGS, LOADER_REGS],
@@ -507,7 +527,7 @@ def forward_kernel(
                     (_consumer, (0, problem, buffers, barriers, BN, D, NC, KS, QS, ACT, AHEAD)),
                     (_consumer, (1, problem, buffers, barriers, BN, D, NC, KS, QS, ACT, AHEAD)),
                     (_consumer, (2, problem, buffers, barriers, BN, D, NC, KS, QS, ACT, AHEAD)),
-                    (_producer, (inputs, buffers, barriers, BN, D, NC, KS, QS, GROUP)),
+                    (_producer, (inputs, buffers, barriers, BN, D, NC, KS, QS, GROUP, PREFETCH)),
                 ],
                 [4, 4, 1],
                 [REGS, REGS, LOADER_REGS],

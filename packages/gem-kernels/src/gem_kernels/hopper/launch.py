@@ -32,6 +32,7 @@ class ForwardConfig:
 
     pipeline: "plain": one product after the other; "ahead": Q K^T of the next step together with P V; "across": so
         across tiles too.
+    prefetch: so many of the next tile's last K and V rows are brought into L2 while a tile is computed.
     groups: row groups of a tile ("across" only); up to `stages` steps of K and V stay in shared memory for all of them.
     """
 
@@ -40,6 +41,7 @@ class ForwardConfig:
     stages: int
     pipeline: str
     groups: int = 1
+    prefetch: int = 0
 
     @property
     def shape(self) -> TileShape:
@@ -51,7 +53,8 @@ class ForwardConfig:
         wide = self.consumers == 3
         return {
             "BN": self.step, "D": dim, "NC": self.consumers, "KS": self.stages, "QS": 2, "GROUP": group, "ACT": act,
-            "PIPELINE": self.pipeline, "REGS": 160 if wide else 240, "LOADER_REGS": 32 if wide else 24,
+            "PIPELINE": self.pipeline, "PREFETCH": self.prefetch, "REGS": 160 if wide else 240,
+            "LOADER_REGS": 32 if wide else 24,
         }  # fmt: skip
 
 
@@ -79,17 +82,15 @@ class BackwardConfig:
 
 FORWARD = {
     "3x128": ForwardConfig(consumers=3, step=128, stages=2, pipeline="plain"),
+    "3x128-prefetch": ForwardConfig(consumers=3, step=128, stages=2, pipeline="plain", prefetch=512),
     "2x128-ahead": ForwardConfig(consumers=2, step=128, stages=2, pipeline="ahead"),
-    "2x128-across": ForwardConfig(consumers=2, step=128, stages=2, pipeline="across"),
-    "3x64": ForwardConfig(consumers=3, step=64, stages=4, pipeline="plain"),
-    "3x64-across": ForwardConfig(consumers=3, step=64, stages=4, pipeline="across"),
+    "2x128-ahead-prefetch": ForwardConfig(consumers=2, step=128, stages=2, pipeline="ahead", prefetch=512),
     "3x64-across-6": ForwardConfig(consumers=3, step=64, stages=4, pipeline="across", groups=6),
     "2x64-across-8": ForwardConfig(consumers=2, step=64, stages=4, pipeline="across", groups=8),
 }
 BACKWARD = {
     "fused": BackwardConfig(fused=True),
-    "split-2x128": BackwardConfig(fused=False),
-    "split-3x64": BackwardConfig(fused=False, dq_consumers=3, dq_step=64, dq_stages=4, dq_slots=1),
+    "split": BackwardConfig(fused=False),
 }
 WHOLE = 1 << 16  # row groups of a tile that is a whole (sequence, head)
 
@@ -103,7 +104,7 @@ def choose_forward(rows_q: float, rows_k: float, softmax: bool) -> ForwardConfig
 
 def choose_backward(rows_q: float, rows_k: float, longest: int) -> BackwardConfig:
     """Likewise for the backward; `longest` is the longest possible sequence on either side."""
-    return BACKWARD["split-2x128"]
+    return BACKWARD["split"]
 
 
 @functools.cache
@@ -152,7 +153,8 @@ def forward(
         tiles = tile_lists.build(own, k_offsets, total, heads, config.shape, shared_own=q_offsets is None)
     forward_kernel[(programs(q.device),)](
         descriptor(q, 64), descriptor(k, config.step), descriptor(v, config.step), descriptor(out, 64),
-        out, out.stride(0), lse, heads, tiles.table, tiles.count, scale * LOG2E if softmax else scale, out_scale,
+        q, k, v, out, q.stride(0), k.stride(0), v.stride(0), out.stride(0),
+        lse, heads, tiles.table, tiles.count, scale * LOG2E if softmax else scale, out_scale,
         **config.constants(dim, group=heads // k.shape[1], act=act), num_warps=4,
     )  # fmt: skip
     return out, lse
