@@ -55,9 +55,10 @@ def same_logs(a: EventLog, b: EventLog) -> None:
     part_rows=st.sampled_from([1, 20, 10**6]),
     chunk=st.sampled_from([7, 1000]),
     rich=st.booleans(),
+    runs=st.booleans(),
     delay=st.sampled_from([0, 15]),
 )
-def test_the_same_log_as_in_memory(tmp_path_factory, n, seed, part_rows, chunk, rich, delay):
+def test_the_same_log_as_in_memory(tmp_path_factory, n, seed, part_rows, chunk, rich, runs, delay):
     folder = tmp_path_factory.mktemp("log")
     schema = rich_schema(delay=delay) if rich else dataclasses.replace(small_schema(), delay=delay)
     table = spoiled((rich_events if rich else small_events)(n, seed=seed), schema)
@@ -80,7 +81,9 @@ def test_the_same_log_as_in_memory(tmp_path_factory, n, seed, part_rows, chunk, 
     ]
     assert rejects[0] == rejects[1]
     rows = np.random.default_rng(seed).integers(len(whole), size=9)
-    a, b = (Collator(log, max_history=5)(rows) for log in (whole, parts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gem_data.log, "LONG_RUN", -1 if runs else 10**6)  # slices, or a gather
+        a, b = (Collator(log, max_history=5)(rows) for log in (whole, parts))
     for source in schema.source_names:
         x, y = a.sequences[source], b.sequences[source]
         assert x.offsets.equal(y.offsets)

@@ -131,3 +131,40 @@ def test_seed_and_size():
     assert schema.column("user").cardinality > 5
     with pytest.raises(ValueError, match="1 or more"):
         synthetic.SyntheticConfig(events=0)
+
+
+def test_drift_and_searches_are_in_the_true_probability_and_in_the_batch(tmp_path):
+    config = synthetic.SyntheticConfig(events=15_000, seed=5, drift=0.8, searches=0.4)
+    build_log(*synthetic.load(config), tmp_path / "log")
+    log = EventLog.open(tmp_path / "log")
+    rows = log.source_rows("impressions")
+    assert 0.1 < 1 - len(rows) / len(log) < 0.3
+    batch = Collator(log, max_history={"impressions": synthetic.RECENT * 3, "searches": 1})(rows)
+    category = log.column("category")[rows]
+    # The last search, from its own history.
+    searches = batch.sequences["searches"]
+    assert set(searches.ids) == {"category"}
+    last = np.full(len(rows), -1)
+    last[searches.offsets.diff().numpy() > 0] = searches.ids["category"].numpy()
+    intent = last == category
+    # The affinity, from the last RECENT impressions.
+    seen = batch.sequences["impressions"]
+    affinity = np.zeros(len(rows))
+    for b, (a, z) in enumerate(zip(seen.offsets[:-1].tolist(), seen.offsets[1:].tolist(), strict=True)):
+        part = slice(max(a, z - synthetic.RECENT), z)
+        hit = (seen.ids["action"][part] >= synthetic.CLICK) & (seen.ids["category"][part] == int(category[b]))
+        affinity[b] = float(hit.sum()) / synthetic.RECENT
+    phase = np.random.default_rng(config.seed + 1).random(synthetic.CATEGORIES)
+    wave = np.sin(2 * np.pi * ((log.time[rows] - 1.6e9) / 86_400 / synthetic.DRIFT_DAYS + phase[category]))
+    rest = logit(log.column("p_click")[rows]) - synthetic.W_PRICE * log.column("price")[rows]
+    rest = rest - synthetic.W_AFFINITY * affinity - synthetic.W_INTENT * intent - config.drift * wave
+    key = log.column("item")[rows] * synthetic.SEGMENTS + log.column("segment")[rows]
+    for k in np.unique(key)[::7]:
+        assert np.ptp(rest[key == k]) < 1e-4
+    labels, mask = log.labels(rows)
+    p = log.column("p_click")[rows].astype(np.float64)
+    assert mask.all()
+    assert abs((labels[:, 0] - p).sum()) / np.sqrt((p * (1 - p)).sum()) < 4
+    assert 0.5 < synthetic.optimal_ne(log, rows)["click"] < 0.95
+    with pytest.raises(ValueError, match="a share"):
+        synthetic.SyntheticConfig(searches=1.5)

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from gem_data.build import BuildSummary, build_log
     from gem_data.collate import Collator
     from gem_data.events import Events, from_table
+    from gem_data.growth import append
+    from gem_data.inspection import inspect
     from gem_data.loader import Loader, LoaderConfig
     from gem_data.log import EventLog, History
     from gem_data.outofcore import Progress, prepare
     from gem_data.schema import Column, Counter, Schema, Source, Task
     from gem_data.sources import SourceUnavailable
     from gem_data.split import Split, time_split
+    from gem_data.tail import TailLoader
+    from gem_data.transfer import to_device
     from gem_data.vocabulary import Vocabulary
 
 # Imported when first used: a schema or a log needs no torch.
@@ -42,10 +46,14 @@ _HOME = {
     "Vocabulary": "vocabulary",
     "Events": "events",
     "Progress": "outofcore",
+    "TailLoader": "tail",
+    "append": "growth",
     "assign": "balance",
     "build_log": "build",
     "from_table": "events",
+    "inspect": "inspection",
     "prepare": "outofcore",
+    "to_device": "transfer",
     "time_split": "split",
 }
 
@@ -67,14 +75,18 @@ __all__ = [
     "Source",
     "SourceUnavailable",
     "Split",
+    "TailLoader",
     "Task",
     "Vocabulary",
     "__version__",
+    "append",
     "assign",
     "build_log",
     "from_table",
+    "inspect",
     "prepare",
     "time_split",
+    "to_device",
 ]
 
 

@@ -100,8 +100,7 @@ class Collator:
 
     def _history(self, source: str, index: NDArray[np.int64]) -> JaggedSequence:
         log, schema = self.log, self.log.schema
-        events, offsets = log.events(index, self.limits[source], source)
-        plan = log.plan(events)
+        plan, offsets = log.events_plan(index, self.limits[source], source)
         ids: dict[str, Tensor] = {}
         floats: dict[str, Tensor] = {}
         lists: dict[str, JaggedIds] = {}

@@ -29,10 +29,13 @@ class Events:
     licence: str | None = None
 
     def chunks(self, rows: int = CHUNK_ROWS) -> Iterator[pa.Table]:
-        """The same rows in tables of `rows` each, but the last."""
+        """The same rows in tables of `rows` each, but the last and where the types of the source change."""
         waiting: list[pa.Table] = []
         have = 0
         for table in self.tables():
+            if waiting and not _mergeable(waiting[0].schema, table.schema):
+                yield pa.concat_tables(waiting, promote_options="permissive")
+                waiting, have = [], 0
             at = 0
             while table.num_rows - at:
                 piece = table.slice(at, rows - have)
@@ -44,6 +47,14 @@ class Events:
                     waiting, have = [], 0
         if waiting:
             yield pa.concat_tables(waiting, promote_options="permissive")
+
+
+def _mergeable(a: pa.Schema, b: pa.Schema) -> bool:
+    try:
+        pa.unify_schemas([a, b], promote_options="permissive")
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return False
+    return True
 
 
 def from_table(table: Any, schema: Schema, *, name: str | None = None) -> Events:

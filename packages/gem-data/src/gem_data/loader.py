@@ -7,21 +7,27 @@ trains on the same batches, and a position is two integers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gem_data.balance import SUB_BATCH, CostFunction, Method, assign
 from gem_data.batch import JaggedBatch
 from gem_data.collate import Collator, MaxHistory
 from gem_data.log import EventLog
+from gem_data.order import Cipher, permutation
 from gem_data.prefetch import prefetched
-from gem_data.validate import mix64
+from gem_data.schema import unknown
+from gem_data.workers import Share, Start, from_workers
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+Permute = Literal["sort", "cipher"]
+
+# Not part of a position: they change neither which samples come nor when.
+_FREE = ("prefetch", "pin_memory", "workers", "restarts", "start", "share_requests", "balance", "sub_batch", "cost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,12 @@ class LoaderConfig:
     drop_last    drop the last incomplete global batch of an epoch (training), or keep it, padded (evaluation).
     prefetch     batches that a background thread prepares ahead; 0 for none. Never changes what comes or its order.
     pin_memory   page-lock the batches (in the background thread, if there is one).
+    permute      how to shuffle: "sort" writes the permutation of an epoch out (16 bytes a row while it is made),
+                 "cipher" computes it where it is needed, for logs of any size (give the rows as a `range`).
+    balance      who takes which samples of a global batch in training (see `gem_data.balance`), in runs of `sub_batch`;
+                 `cost` is a function of the number of events of a sample's histories, their sum by default.
+    share_requests  samples of one request share a history (see `JaggedBatch.requests`).
+    workers      processes that collate, each `prefetch` (or 2) batches ahead; a dead one is replaced `restarts` times.
     """
 
     batch_size: int
@@ -42,9 +54,21 @@ class LoaderConfig:
     drop_last: bool = True
     prefetch: int = 0
     pin_memory: bool = False
+    permute: Permute = "sort"
+    balance: Method = "none"
+    sub_batch: int = SUB_BATCH
+    cost: CostFunction | None = None
+    share_requests: bool = False
+    workers: int = 0
+    restarts: int = 3
+    start: Start = "fork"
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("seed", 0), ("prefetch", 0)):
+        for name, choices in (("permute", Permute), ("balance", Method), ("start", Start)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(unknown(name, getattr(self, name), get_args(choices)))
+        least_of = {"batch_size": 1, "seed": 0, "prefetch": 0, "sub_batch": 1, "workers": 0, "restarts": 0}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
         limits = self.max_history.values() if isinstance(self.max_history, Mapping) else [self.max_history]
@@ -53,16 +77,8 @@ class LoaderConfig:
                 raise ValueError(f"max_history must be 0 or more, not {limit}")
         if self.seed >= 2**64:
             raise ValueError(f"seed must be under 2^64, not {self.seed}")
-
-
-def permutation(n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation of range(n) from (seed, epoch): sorted by a SplitMix64 hash of (seed, epoch, i).
-
-    Not numpy's generator, whose streams may change between versions: a resumed run must see the order it began with.
-    """
-    start = mix64(mix64(np.array([seed], np.uint64)) + _GOLDEN * np.array([epoch + 1], np.uint64))
-    keys = mix64(start + _GOLDEN * np.arange(1, n + 1, dtype=np.uint64))
-    return np.argsort(keys, kind="stable").astype(np.int64)
+        if self.balance != "none" and not self.drop_last:
+            raise ValueError(f"balance {self.balance!r} is for training: batches that are padded are not balanced")
 
 
 class Loader:
@@ -79,8 +95,9 @@ class Loader:
     def __init__(self, log: EventLog, rows: Any, config: LoaderConfig, *, rank: int = 0, world: int = 1) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not one of a world of {world}")
-        self.rows, self.config, self.rank, self.world = log.rows(rows), config, rank, world
-        n, size = len(self.rows), config.batch_size
+        self.config, self.rank, self.world = config, rank, world
+        self._rows = _checked_range(log, rows) if isinstance(rows, range) else log.rows(rows)
+        n, size = len(self._rows), config.batch_size
         if n == 0:
             raise ValueError("no rows to load")
         if config.drop_last and size % world:
@@ -92,7 +109,7 @@ class Loader:
                 f"{n} rows do not fill one global batch of {size}; lower batch_size or use drop_last=False"
             )
         self.epoch = self.step = 0
-        self._collate = Collator(log, max_history=config.max_history)
+        self._collate = Collator(log, max_history=config.max_history, share=config.share_requests)
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     @property
@@ -101,15 +118,20 @@ class Loader:
         return self._collate.log
 
     @property
+    def rows(self) -> NDArray[np.int64]:
+        """The rows that are read, in the order given."""
+        return np.asarray(self._rows, np.int64)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Global batches per epoch; the last, incomplete one counts where it is kept."""
-        full, rest = divmod(len(self.rows), self.config.batch_size)
+        full, rest = divmod(len(self._rows), self.config.batch_size)
         return full + int(rest > 0 and not self.config.drop_last)
 
     @property
     def dropped_per_epoch(self) -> int:
         """Rows that an epoch leaves out: those that fill no global batch (others each epoch if shuffled)."""
-        return len(self.rows) % self.config.batch_size if self.config.drop_last else 0
+        return len(self._rows) % self.config.batch_size if self.config.drop_last else 0
 
     @property
     def local_batch_size(self) -> int:
@@ -123,12 +145,28 @@ class Loader:
         """The rows of a global batch, without padding."""
         if not 0 <= step < self.steps_per_epoch:
             raise ValueError(f"step {step} is outside an epoch of {self.steps_per_epoch} steps")
-        size = self.config.batch_size
-        return self._epoch_order(epoch)[step * size : (step + 1) * size]
+        size, n = self.config.batch_size, len(self._rows)
+        if self.config.shuffle and self.config.permute == "sort":
+            return self._epoch_order(epoch)[step * size : (step + 1) * size]
+        at = np.arange(step * size, min((step + 1) * size, n))
+        if self.config.shuffle:
+            at = Cipher(n=n, seed=self.config.seed, epoch=epoch)(at)
+        if isinstance(self._rows, range):
+            return self._rows.start + self._rows.step * at
+        return self._rows[at]
 
     def local_rows(self, epoch: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """This rank's share of a global batch: rows [local_batch_size] and which of them are padding."""
         rows = self.global_rows(epoch, step)
+        if self.config.balance != "none":
+            costs = self._collate.costs(rows)
+            chosen = assign(
+                self.config.cost(costs) if self.config.cost else costs,
+                self.world,
+                method=self.config.balance,
+                sub_batch=self.config.sub_batch,
+            )[self.rank]
+            return rows[chosen], np.zeros(len(chosen), bool)
         at = np.arange(self.rank * self.local_batch_size, (self.rank + 1) * self.local_batch_size)
         return rows[np.minimum(at, len(rows) - 1)], at >= len(rows)
 
@@ -141,7 +179,7 @@ class Loader:
     def __iter__(self) -> Iterator[JaggedBatch]:
         epoch, first = self.epoch, self.step
         steps = range(first, self.steps_per_epoch)
-        batches = prefetched((self.batch(epoch, s) for s in steps), self.config.prefetch)
+        batches = self._batches(epoch, steps)
         try:
             for step, batch in zip(steps, batches, strict=True):
                 last = step + 1 == self.steps_per_epoch
@@ -150,9 +188,29 @@ class Loader:
         finally:
             batches.close()
 
+    def _batches(self, epoch: int, steps: range) -> Generator[JaggedBatch, None, None]:
+        config = self.config
+        if config.workers == 0:
+            return prefetched((self.batch(epoch, s) for s in steps), config.prefetch)
+
+        def rows_of(step: int) -> Share:
+            return self.local_rows(epoch, step)
+
+        made = from_workers(
+            self._collate,
+            steps,
+            rows_of,
+            workers=config.workers,
+            ahead=config.prefetch or 2,
+            pin=config.pin_memory,
+            restarts=config.restarts,
+            start=config.start,
+        )
+        # In a thread: started from the main one, torch would raise a worker's death from a signal handler, in whatever
+        # the main thread is doing then.
+        return prefetched(made, 1)
+
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        if not self.config.shuffle:
-            return self.rows
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self.rows[permutation(len(self.rows), seed=self.config.seed, epoch=epoch)]
         return self._order[1]
@@ -162,8 +220,15 @@ class Loader:
     @cached_property
     def _identity(self) -> dict[str, Any]:
         """What the order and content of the batches depend on; the world size is not among it."""
-        config = {k: v for k, v in asdict(self.config).items() if k not in ("prefetch", "pin_memory")}
-        rows = hashlib.sha256(self.rows.tobytes()).hexdigest()[:16]
+        config = {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in _FREE}
+        if config["permute"] == "sort":  # as it was before there was a choice
+            del config["permute"]
+        if isinstance(config["max_history"], Mapping):
+            config["max_history"] = dict(config["max_history"])
+        if isinstance(self._rows, range) and self.config.permute == "cipher":
+            rows = repr(self._rows)
+        else:
+            rows = hashlib.sha256(self.rows.tobytes()).hexdigest()[:16]
         return {**config, "schema": self.log.schema.fingerprint(), "log": self.log.digest[:16], "rows": rows}
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,3 +252,12 @@ class Loader:
         if epoch < 0 or not 0 <= step < self.steps_per_epoch:
             raise ValueError(f"position (epoch {epoch}, step {step}) is outside epochs of {self.steps_per_epoch} steps")
         self.epoch, self.step = epoch, step
+
+
+def _checked_range(log: EventLog, rows: range) -> range:
+    if len(rows):
+        log.rows([min(rows[0], rows[-1]), max(rows[0], rows[-1])])
+    return rows
+
+
+__all__ = ["Loader", "LoaderConfig", "permutation"]

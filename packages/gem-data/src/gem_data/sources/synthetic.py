@@ -7,6 +7,10 @@ impression, the true probabilities are, sigma the logistic function,
     convert    click and sigma(c0 + item_quality[item] + v_price price + v_affinity affinity)
     affinity   the share of the user's last RECENT events, strictly before, that are clicks in the candidate's category
 
+With `drift`, a category's taste moves over the days: drift sin(2 pi (day / DRIFT_DAYS + phase[category])) is added to
+the click's logit. With `searches`, users also search for a category now and then, in a history of its own, and
+w_intent [the last search, strictly before, was for the candidate's category] is added.
+
 Everything that they depend on is in a batch: item, category, segment and price of the candidate, category and action
 in the history. Histories have log-normal lengths, items a Zipf popularity within a category, and each user a favourite
 category.
@@ -22,11 +26,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gem_data.log import EventLog
-from gem_data.schema import Column, Counter, Schema, Task
+from gem_data.schema import Column, Counter, Schema, Source, Task
 
 ITEMS, CATEGORIES, SEGMENTS = 200, 8, 4
 RECENT = 8  # events that the affinity looks back over
 SKIP, CLICK, CONVERT = 1, 2, 3  # the action ids; 0 is left for padding
+SEARCH = 4  # the action of a search, where there are searches
+W_INTENT = 1.5
+DRIFT_DAYS = 20.0
 W_PRICE, W_AFFINITY, V_PRICE, V_AFFINITY = -0.4, 4.0, -0.5, 1.5
 CLICK_BIAS, CONVERT_BIAS = -1.2, -0.9
 
@@ -42,14 +49,21 @@ class SyntheticConfig:
     median_length: float = 30.0
     sigma: float = 0.9
     max_length: int = 500
+    drift: float = 0.0
+    searches: float = 0.0  # the share of sessions that begin with a search
 
     def __post_init__(self) -> None:
+        if not 0 <= self.searches <= 1 or not 0 <= self.drift < float("inf"):
+            raise ValueError(f"searches must be a share and drift 0 or more: {self}")
         if self.events < 1 or self.median_length < 1 or self.sigma < 0 or self.max_length < 1:
             raise ValueError(f"events, median_length and max_length must be 1 or more and sigma 0 or more: {self}")
 
 
-def schema(users: int) -> Schema:
-    """The schema of a log of `users` users (the number decides the size of the user table)."""
+def schema(users: int, *, searches: bool = False) -> Schema:
+    """The schema of a log of `users` users (the number decides the size of the user table).
+
+    With `searches`, impressions and searches are two histories; `log.source_rows("impressions")` are the samples.
+    """
     return Schema(
         name="synthetic",
         columns=(
@@ -58,12 +72,13 @@ def schema(users: int) -> Schema:
             Column(name="item", kind="id", role="context", cardinality=ITEMS),
             Column(name="category", kind="id", role="context", cardinality=CATEGORIES),
             Column(name="price", kind="float", role="context"),
-            Column(name="action", kind="id", role="outcome", cardinality=CONVERT + 1),
+            Column(name="action", kind="id", role="outcome", cardinality=CONVERT + 1 + searches),
+            *((Column(name="clicked", kind="id", role="outcome", cardinality=2),) if searches else ()),
             Column(name="p_click", kind="float", role="hidden"),
             Column(name="p_convert", kind="float", role="hidden"),
         ),
         tasks=(
-            Task(name="click", column="action", minimum=CLICK),
+            _click(searches),
             Task(name="convert", column="action", equals=CONVERT),
         ),
         counters=(
@@ -73,7 +88,17 @@ def schema(users: int) -> Schema:
             Counter(name="user_click_rate", kind="rate", key=("user",), task="click"),
             Counter(name="user_since", kind="since", key=("user",)),
         ),
+        sources=(
+            Source(name="impressions", column="action", values=(SKIP, CLICK, CONVERT)),
+            Source(name="searches", column="action", values=(SEARCH,), columns=("category",)),
+        )
+        if searches
+        else (),
     )
+
+
+def _click(searches: bool) -> Task:
+    return Task(name="click", column="clicked" if searches else "action", minimum=CLICK if not searches else 1)
 
 
 def load(config: SyntheticConfig | None = None) -> tuple[pa.Table, Schema]:
@@ -86,12 +111,13 @@ def load(config: SyntheticConfig | None = None) -> tuple[pa.Table, Schema]:
         more = rng.lognormal(np.log(config.median_length), config.sigma, max(8, int(config.events / mean)))
         lengths = np.append(lengths, np.clip(np.round(more), 1, config.max_length).astype(np.int64))
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), config.events)) + 1]
-    columns = _simulate(rng, lengths)
+    columns = _simulate(rng, lengths, config)
     order = np.argsort(columns["time"], kind="stable")
-    return pa.table({name: values[order] for name, values in columns.items()}), schema(len(lengths))
+    table = pa.table({name: values[order] for name, values in columns.items()})
+    return table, schema(len(lengths), searches=config.searches > 0)
 
 
-def _simulate(rng: np.random.Generator, lengths: NDArray[np.int64]) -> dict[str, Array]:
+def _simulate(rng: np.random.Generator, lengths: NDArray[np.int64], config: SyntheticConfig) -> dict[str, Array]:
     """All users in step: session s of every user that is not finished, then session s + 1."""
     users = len(lengths)
     category_of = np.arange(ITEMS) % CATEGORIES
@@ -106,10 +132,14 @@ def _simulate(rng: np.random.Generator, lengths: NDArray[np.int64]) -> dict[str,
 
     time = rng.integers(1_600_000_000, 1_600_000_000 + 30 * 86_400, size=users)  # users arrive over a month
     left = lengths.copy()
+    phase = np.random.default_rng(config.seed + 1).random(CATEGORIES)
+    wanted = np.full(users, -1)  # the category of the last search
     recent_category = np.full((users, RECENT), -1)
     recent_click = np.zeros((users, RECENT))
     events: list[dict[str, Array]] = []
     while (left > 0).any():
+        if config.searches:
+            events.append(_search(rng, config.searches, time, left, favourite, segment, wanted))
         shown = np.minimum(rng.integers(1, 4, size=users), left)
         session: list[tuple[Array, Array, Array]] = []
         for slot in range(3):
@@ -122,6 +152,10 @@ def _simulate(rng: np.random.Generator, lengths: NDArray[np.int64]) -> dict[str,
             price = rng.normal(0, 1, n).astype(np.float32)
             affinity = ((recent_category[who] == category[:, None]) * recent_click[who]).mean(axis=1)
             effect = item_bias[item] + segment_effect[segment[who], category]
+            if config.drift:
+                effect = effect + config.drift * drift(time[who], phase[category])
+            if config.searches:
+                effect = effect + W_INTENT * (wanted[who] == category)
             p_click = _sigmoid(CLICK_BIAS + effect + W_PRICE * price + W_AFFINITY * affinity)
             p_convert = p_click * _sigmoid(CONVERT_BIAS + item_quality[item] + V_PRICE * price + V_AFFINITY * affinity)
             # One draw decides: below p_convert a conversion, below p_click a click.
@@ -136,6 +170,7 @@ def _simulate(rng: np.random.Generator, lengths: NDArray[np.int64]) -> dict[str,
                     "category": category_of[item],
                     "price": price,
                     "action": action,
+                    **({"clicked": (action >= CLICK).astype(np.int64)} if config.searches else {}),
                     "p_click": p_click.astype(np.float32),
                     "p_convert": p_convert.astype(np.float32),
                 }
@@ -148,6 +183,35 @@ def _simulate(rng: np.random.Generator, lengths: NDArray[np.int64]) -> dict[str,
         left -= shown
         time += 1 + rng.exponential(20_000, users).astype(np.int64)
     return {name: np.concatenate([e[name] for e in events]) for name in events[0]}
+
+
+def drift(time: Array, phase: Array) -> Array:
+    """sin(2 pi (day / DRIFT_DAYS + phase)) for times in seconds: what `SyntheticConfig.drift` multiplies."""
+    return np.sin(2 * np.pi * ((time - 1_600_000_000) / 86_400 / DRIFT_DAYS + phase))
+
+
+def _search(
+    rng: np.random.Generator, share: float, time: Array, left: Array, favourite: Array, segment: Array, wanted: Array
+) -> dict[str, Array]:
+    """Some users search before their session, a second earlier; changes `time` and `wanted`."""
+    who = np.flatnonzero((left > 0) & (rng.random(len(time)) < share))
+    category = np.where(rng.random(len(who)) < 0.5, favourite[who], rng.integers(CATEGORIES, size=len(who)))
+    wanted[who] = category
+    when = time[who].copy()
+    time[who] += 1
+    nothing = np.zeros(len(who), np.int64)
+    return {
+        "user": who,
+        "time": when,
+        "segment": segment[who],
+        "item": nothing,
+        "category": category,
+        "price": np.zeros(len(who), np.float32),
+        "action": np.full(len(who), SEARCH),
+        "clicked": nothing,
+        "p_click": np.zeros(len(who), np.float32),
+        "p_convert": np.zeros(len(who), np.float32),
+    }
 
 
 def _sigmoid(x: Array) -> Array:
