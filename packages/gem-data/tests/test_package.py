@@ -32,7 +32,7 @@ def test_schemas_logs_and_sources_need_no_torch():
 def test_the_examples_of_the_readme_run(capsys):
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for example in examples:
         exec(compile(example, "README.md", "exec"), {})
     assert "20" in capsys.readouterr().out

@@ -211,6 +211,41 @@ def test_a_full_disk_says_how_to_go_on(tmp_path, monkeypatch):
     assert prepare(source, tmp_path / "log").rows == 50
 
 
+@pytest.mark.parametrize("call", range(4))
+def test_room_for_mapped_files_is_claimed_before_they_are_written(tmp_path, monkeypatch, call):
+    """Writing through a map on a full disk would be a SIGBUS, so the claim has to fail instead, and does."""
+    import os
+
+    source, calls, real = from_table(small_events(50), small_schema()), [], os.posix_fallocate
+
+    def claim(*args):
+        calls.append(1)
+        if len(calls) == call + 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", claim)
+        with pytest.raises(OSError, match="make room and prepare again") as error:
+            prepare(source, tmp_path / "log", part_rows=20)
+    assert error.value.errno == errno.ENOSPC
+    prepare(source, tmp_path / "log", part_rows=20)
+    build_log(small_events(50), small_schema(), tmp_path / "whole")
+    same_logs(EventLog.open(tmp_path / "whole"), EventLog.open(tmp_path / "log", verify=True))
+
+
+def test_a_user_of_many_events_has_a_part_of_its_own(tmp_path):
+    table = small_events(400)
+    heavy = np.where(np.arange(400) % 5 > 0, 3, table["user"].to_numpy())
+    table = table.set_column(0, "user", pa.array(heavy))
+    _, whole, parts = both(tmp_path, table, small_schema(), part_rows=50)
+    same_logs(whole, parts)
+    sizes = {p["rows"] for p in parts.manifest["generations"][0]["parts"]}
+    assert max(sizes) > 300
+    last = parts.user_offsets[np.searchsorted(parts.users, 3) + 1] - 1
+    assert Collator(parts, max_history=100)([last]).sequences["events"].max_len == 100
+
+
 def test_refusals(tmp_path):
     schema = small_schema()
     with pytest.raises(ValueError, match=r"no valid event .* among 5 rows: 5 out of range"):

@@ -1,18 +1,22 @@
-"""`python -m gem_data.bench`: how fast batches are assembled on one core, against a per-sample padded collate.
+"""`python -m gem_data.bench`: how fast batches are assembled on one core, and what else the package promises.
 
-Both read the same memory-mapped log; what they give is compared before a time is printed. Assembly alone: no transfer.
+Assembly is measured against a per-sample padded collate in numpy, a plain torch Dataset with `pad_sequence`, and
+pyarrow list arrays, all on the same memory-mapped log; what they give is compared before a time is printed.
+`--prepare`, `--first-batch` and `--balance` measure those; they make their own data under `--scratch`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +24,15 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from gem_data import measure as measure_
+from gem_data.balance import LengthCost
 from gem_data.batch import JaggedBatch
 from gem_data.build import build_log
 from gem_data.collate import Collator
 from gem_data.loader import permutation
 from gem_data.log import EventLog
-from gem_data.sources import synthetic
-from gem_data.testing import padded_collate
+from gem_data.simulate import Lognormal, simulate
+from gem_data.testing import arrow_collate, arrow_lists, dataset_collate, padded_collate
 
 
 def median_seconds(work: Callable[[], Any], repeats: int) -> float:
@@ -52,17 +58,29 @@ def check(batch: JaggedBatch, padded: dict[str, np.ndarray[Any, Any]]) -> None:
 
 
 def measure(*, events: int, batch_size: int, max_history: int, repeats: int, folder: Path) -> dict[str, Any]:
-    """Times of both on a synthetic log with long histories, as one benchmark row with its peer."""
-    config = synthetic.SyntheticConfig(events=events, median_length=300, sigma=1.2, max_length=8192)
-    build_log(*synthetic.load(config), folder)
+    """Times on a log with four columns and log-normal histories (sigma 1), as one benchmark row with its peers."""
+    rng = np.random.default_rng(0)
+    lengths = measure_.lognormal_lengths(rng, events)
+    build_log(pa.table(measure_.four_events(rng, 0, lengths)), measure_.four_columns(len(lengths)), folder)
     log = EventLog.open(folder)
     collate = Collator(log, max_history=max_history)
     rows = permutation(len(log), seed=0, epoch=0)[:batch_size]
     batch, padded = collate(rows), padded_collate(log, rows, max_history)
     check(batch, padded)
+    check(batch, {k: v.numpy() for k, v in dataset_collate(log, rows, max_history).items()})
+    lists = arrow_lists(log)
+    for name, values in arrow_collate(lists, log, rows, max_history).items():
+        ours_ = {"time": batch.sequences["events"].time, **batch.sequences["events"].ids}.get(name)
+        assert ours_ is None or np.array_equal(values.values.to_numpy(), ours_.numpy()), name
     total, longest = int(batch.sequences["events"].offsets[-1]), batch.sequences["events"].max_len
     ours = median_seconds(lambda: collate(rows), repeats)
-    peer = median_seconds(lambda: padded_collate(log, rows, max_history), max(3, repeats // 4))
+    few = max(3, repeats // 4)
+    works = {
+        "padded per sample, histories alone": lambda: padded_collate(log, rows, max_history),
+        "torch Dataset and pad_sequence, histories alone": lambda: dataset_collate(log, rows, max_history),
+        "pyarrow list arrays, histories alone": lambda: arrow_collate(lists, log, rows, max_history),
+    }
+    peers = {name: median_seconds(work, few) for name, work in works.items()}
     return {
         "case": f"lognormal-{max_history}",
         "op": "collate",
@@ -73,10 +91,28 @@ def measure(*, events: int, batch_size: int, max_history: int, repeats: int, fol
         "ms": ours * 1e3,
         "events_per_s": total / ours,
         "samples_per_s": batch_size / ours,
+        "load": os.getloadavg()[0],
         "peers": {
-            "padded per sample, histories alone": {"unit": "ms", "value": peer * 1e3, "events_per_s": total / peer}
+            name: {"unit": "ms", "value": t * 1e3, "events_per_s": total / t, "ratio": t / ours}
+            for name, t in peers.items()
         },
     }
+
+
+def others(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of what was asked for besides assembly."""
+    for events in options.first_batch or ():
+        log = folder / f"log-{events}"
+        measure_.large_log(log, events)
+        yield measure_.first_batch(log)
+        yield measure_.worker_memory(log)
+        shutil.rmtree(log)
+    for ranks in options.balance or ():
+        cost = LengthCost(quadratic=1, linear=4096)
+        for row in simulate(Lognormal(), ranks=ranks, cost=cost):
+            yield {"case": f"balance-{ranks}", "op": row.method, "max_over_mean": row.mean, "speed_up": row.speed_up}
+    if options.prepare:
+        yield measure_.preparing(folder / "prepare", options.prepare)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -86,11 +122,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--max-history", type=int, nargs="+", default=[50, 256, 1024])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--prepare", type=int, metavar="EVENTS", help="build a log of KuaiRand's layout")
+    parser.add_argument("--first-batch", type=int, metavar="EVENTS", nargs="+", help="open logs of so many events")
+    parser.add_argument("--balance", type=int, metavar="RANKS", nargs="+", help="simulate so many ranks")
+    parser.add_argument("--scratch", type=Path, help="where the data of these goes (a temporary folder otherwise)")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = []
-    print(f"{'case':<16}{'events':>10}{'filled':>8}{'jagged ms':>11}{'events/s':>12}{'padded ms':>11}{'events/s':>12}")
+    print(f"{'case':<16}{'events':>10}{'filled':>8}{'jagged ms':>11}{'events/s':>12}  padded  dataset   arrow")
     for max_history in options.max_history:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(
@@ -100,12 +140,16 @@ def main(arguments: list[str] | None = None) -> None:
                 repeats=options.repeats,
                 folder=Path(folder) / "log",
             )
-        (peer,) = row["peers"].values()
+        ratios = [peer["ratio"] for peer in row["peers"].values()]
         print(
             f"{row['case']:<16}{row['events']:>10}{row['filled']:>8.0%}{row['ms']:>11.2f}{row['events_per_s']:>12.3g}"
-            f"{peer['value']:>11.2f}{peer['events_per_s']:>12.3g}"
+            f"{ratios[0]:>8.1f}x{ratios[1]:>8.1f}x{ratios[2]:>7.1f}x"
         )
         rows.append(row)
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        for more in others(options, Path(folder)):
+            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in more.items()))
+            rows.append(more)
     if options.out is not None:
         result = {
             "suite": "data",

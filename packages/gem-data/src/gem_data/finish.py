@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gem_data.build import BuildSummary, in_place
+from gem_data.disk import new_array
 from gem_data.log import FORMAT_PARTS, HISTORY_END, MANIFEST, REJECTS, EventLog, file_digest
 from gem_data.parts import Generation, Part, map_columns
 from gem_data.schema import TIME, Schema
@@ -149,7 +150,7 @@ def merge_indices(
         save(key, np.concatenate([load(p, key) + firsts[p] for p in range(len(parts))]))
     out["by_time"] = f"{prefix}.by_time.npy"
     path = folder / out["by_time"]
-    merged = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=(int(firsts[-1]),))
+    merged = new_array(path, np.int64, (int(firsts[-1]),))
     times = [load(p, "times") for p in range(len(parts))]
     orders = [load(p, "by_time") for p in range(len(parts))]
     at = 0
@@ -160,7 +161,6 @@ def merge_indices(
         at += len(found)
         report("ordered", at / len(merged))
     assert at == len(merged)
-    merged.flush()
     return out
 
 

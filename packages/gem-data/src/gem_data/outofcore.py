@@ -29,6 +29,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from gem_data.build import BuildSummary, reject_lines
+from gem_data.disk import is_full
 from gem_data.engine import ROW, Engine, parquet
 from gem_data.events import Events
 from gem_data.finish import Finisher
@@ -102,8 +103,8 @@ def prepare(
             }
             _require_plan(work, plan)
             return _Build(events, folder, work, memory, threads, part_rows, vocabulary_until, report).run(overwrite)
-    except OSError as error:
-        if error.errno == errno.ENOSPC or "No space left" in str(error):
+    except Exception as error:  # DuckDB has errors of its own
+        if is_full(error):
             raise OSError(
                 errno.ENOSPC,
                 f"no space left on the disk while preparing {folder}; what is done is kept in {work}: "

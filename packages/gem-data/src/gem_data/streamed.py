@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gem_data.counters import _Work, task_delay
+from gem_data.disk import new_array, scratch_array
 from gem_data.log import EventLog, label_arrays
 from gem_data.schema import TIME, Counter, Schema
 from gem_data.validate import mix64
@@ -30,9 +31,9 @@ def stream_counters(
     A key that most rows share makes a bucket of that size, and so does a counter without a key.
     """
     n, names = len(log), [c.name for c in schema.counters]
-    final = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(n, len(names)))
+    final = new_array(out, np.float32, (n, len(names)))
     exact = {  # as computed, in float64: a residual is measured against it
-        c.against: np.memmap(scratch / f"against.{c.against}", np.float64, "w+", shape=(n,))
+        c.against: scratch_array(scratch / f"against.{c.against}", np.float64, (n,))
         for c in schema.counters
         if c.against
     }
@@ -58,7 +59,6 @@ def stream_counters(
                     exact[counter.name][rows] = values
         done |= {c.name for c in group}
         report(len(done) / len(names))
-    final.flush()
     return final
 
 
@@ -84,7 +84,7 @@ def _buckets(log: EventLog, key: tuple[str, ...], most: int, scratch: Path) -> A
     if count == 1:
         yield np.arange(n)
         return
-    bucket = np.memmap(scratch / "bucket", np.uint16, "w+", shape=(n,))
+    bucket = scratch_array(scratch / "bucket", np.uint16, (n,))
     for start in range(0, n, CHUNK):
         rows = np.arange(start, min(start + CHUNK, n))
         plan = log.plan(rows)
@@ -105,8 +105,8 @@ def _running_rate(log: EventLog, schema: Schema, task: str, scratch: Path) -> ND
     rule = schema.task(task)
     needed = list(dict.fromkeys(t.column for t in schema.tasks))
     k = schema.task_names.index(rule.name)
-    time = np.memmap(scratch / "rate.time", np.int64, "w+", shape=(n,))
-    total = np.memmap(scratch / "rate.total", np.int64, "w+", shape=(n + 1, 2))
+    time = scratch_array(scratch / "rate.time", np.int64, (n,))
+    total = scratch_array(scratch / "rate.total", np.int64, (n + 1, 2))
     for start in range(0, n, CHUNK):
         rows = np.asarray(order[start : start + CHUNK])
         plan = log.plan(rows)
@@ -116,7 +116,7 @@ def _running_rate(log: EventLog, schema: Schema, task: str, scratch: Path) -> ND
         time[start : start + len(rows)] = log.take(TIME, plan)
         total[start + 1 : start + 1 + len(rows)] = total[start] + np.cumsum(both, axis=0)
     delay = task_delay(schema, task)
-    out = np.memmap(scratch / f"rate.{task}", np.float64, "w+", shape=(n,))
+    out = scratch_array(scratch / f"rate.{task}", np.float64, (n,))
     for start in range(0, n, CHUNK):
         rows = np.asarray(order[start : start + CHUNK])
         before = np.searchsorted(time, time[start : start + len(rows)] - delay, side="left")
