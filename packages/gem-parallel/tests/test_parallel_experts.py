@@ -8,6 +8,7 @@ from gem_parallel import (
     Checkpointer,
     ParallelConfig,
     RowWiseAdagrad,
+    expert,
     load_optimizer_state,
     optimizer_groups,
     optimizer_state,
@@ -126,6 +127,23 @@ def test_checkpoints_of_experts(tmp_path):
         back.restore(tmp_path / "spread")
         for name, value in full_state(back.parallel)["model"].items():
             assert torch.equal(value, saved["model"][name]), name
+
+
+def with_a_wrong_scale(runtime):
+    """Without the division by ep: the gradient of every expert is ep times too large."""
+    expert._Gather.backward = staticmethod(
+        lambda ctx, grad: (expert._reduce_scatter(grad, ctx.group, ctx.size), None, None)
+    )
+    expert._Scatter.backward = staticmethod(
+        lambda ctx, grad: (expert._all_gather(grad, ctx.group, ctx.size), None, None)
+    )
+    return compare(runtime, ParallelConfig(table_sharding="row_wise", experts=2), steps=3, experts=2)[0]
+
+
+def test_a_wrong_scale_would_show(tmp_path):
+    for errors in run_ranks(2, __file__, "with_a_wrong_scale", tmp_path):
+        assert errors["grad norm"] > 1e-2
+        assert errors["dense"] > 1e-4
 
 
 def uneven(runtime):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 TABLE_SHARDINGS = ("auto", "table_wise", "row_wise", "column_wise")
 TABLE_STRATEGIES = ("v1", "v2", "v3")
+TABLE_EXCHANGES = ("fp32", "fp16", "bf16")
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -67,6 +68,11 @@ class ParallelConfig:
         table_moment_scaling: "v2" divides the AdaGrad moment by table_copies before its root.
         experts: size of the expert axis, "ep": neighbouring ranks that hold different experts of an ensemble. It
             divides shard_group.
+        table_exchange: precision in which embeddings and their gradients travel between ranks: "fp32", "fp16" or
+            "bf16". The latter halve the bytes of the all-to-alls; results are rounded.
+        prefetch: units whose parameters are gathered ahead of their turn, in forward and backward; the model's units
+            must be named in the order of its forward. 0 leaves it to FSDP2, which gathers the next one as soon as the
+            host has come so far.
         batch_size: samples per rank, which the planner uses to estimate cost; it does not change results.
     """
 
@@ -82,6 +88,8 @@ class ParallelConfig:
     table_sync_every: int = 1
     table_moment_scaling: bool = True
     experts: int = 1
+    table_exchange: str = "fp32"
+    prefetch: int = 0
 
     def __post_init__(self) -> None:
         if self.table_strategy not in TABLE_STRATEGIES:
@@ -89,6 +97,13 @@ class ParallelConfig:
                 f"ParallelConfig.table_strategy must be one of {', '.join(TABLE_STRATEGIES)}, "
                 f"got {self.table_strategy!r}"
             )
+        if self.table_exchange not in TABLE_EXCHANGES:
+            raise ValueError(
+                f"ParallelConfig.table_exchange must be one of {', '.join(TABLE_EXCHANGES)}, "
+                f"got {self.table_exchange!r}"
+            )
+        if self.prefetch < 0:
+            raise ValueError(f"ParallelConfig.prefetch must be >= 0, got {self.prefetch}")
         if self.table_copies < 1 or self.table_sync_every < 1 or self.experts < 1:
             raise ValueError(
                 "ParallelConfig.table_copies, table_sync_every and experts must be >= 1, got "

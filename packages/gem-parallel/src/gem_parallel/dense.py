@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -110,6 +110,19 @@ def reshard(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def set_prefetch(root: nn.Module, units: Sequence[str], ahead: int) -> None:
+    """Gather `ahead` units before their turn: those that follow in forward, those that precede in backward.
+
+    Units inside other units are gathered with them in any case and left out.
+    """
+    outer = [name for name in units if not any(name.startswith(f"{other}.") for other in units)]
+    modules = [root.get_submodule(name) for name in outer]
+    for index, module in enumerate(modules):
+        assert isinstance(module, FSDPModule)
+        module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
+        module.set_modules_to_backward_prefetch(modules[max(0, index - ahead) : index][::-1])  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad, SparseSGD
 from gem_parallel.copied import CopiedTables
-from gem_parallel.dense import clip_by_global_norm, find_unit, place_dense, reshard, shard_dense
+from gem_parallel.dense import clip_by_global_norm, find_unit, place_dense, reshard, set_prefetch, shard_dense
 from gem_parallel.expert import find_ensembles, is_elsewhere, make_expert_mesh, spread_experts
 from gem_parallel.fully_sharded import FullyShardedTables
 from gem_parallel.mesh import make_mesh
@@ -28,7 +28,7 @@ from gem_parallel.sparse import (
     set_learning_rate,
     shard_tables,
 )
-from gem_parallel.table_groups import make_table_groups
+from gem_parallel.table_groups import flat_weights, kernels, make_table_groups, table_batch
 from gem_parallel.tables import init_tables
 from gem_parallel.topology import Topology
 
@@ -180,6 +180,20 @@ class ParallelModel:
         """Evaluation mode."""
         return self.train(False)
 
+    def table_memory(self) -> dict[str, int]:
+        """Bytes of this rank now: "weights" and "moments" of its tables, and the "working" copy of "v3"."""
+        if self.fully_sharded is not None:
+            return self.fully_sharded.memory()
+        modules = [self.module.get_submodule(name) for name in self._table_modules]
+        found = [kernel for module in modules for kernel in kernels(module)]
+        moments = [
+            state.nbytes
+            for kernel in found
+            for states in table_batch(kernel).get_optimizer_state()
+            for state in states.values()
+        ]
+        return {"weights": sum(flat_weights(k).nbytes for k in found), "moments": sum(moments), "working": 0}
+
     def describe(self) -> list[TableShard]:
         """The sharding plan, a row per block; `print(*parallel.describe(), sep="\\n")` is readable."""
         return list(self._shards)
@@ -210,7 +224,7 @@ def parallelize(
         config: the layout.
         runtime: from `start`.
         sparse: the tables' optimizer.
-        units: names of submodules that FSDP2 gathers one by one.
+        units: names of submodules that FSDP2 gathers one by one, in the order of the forward pass.
         precision: "fp32", or "bf16": the units gather and compute in bfloat16 (their floating-point inputs are cast,
             also inside dataclasses) with float32 master weights and reductions. With autocast, leave it "fp32".
         topology: the machine, for the planner; detected by default.
@@ -241,6 +255,8 @@ def parallelize(
         if mesh is not None:
             tables = [dmp.module.get_submodule(name) for name in table_modules]
             order = shard_dense(dmp.module, tables, units, mesh, precision, experts, expert_mesh)
+            if config.prefetch:
+                set_prefetch(dmp.module, units, config.prefetch)
     init_tables(dmp.module, config.table_seed, config.table_std)
     fully_sharded = copied = None
     shards = plan_rows(plan)

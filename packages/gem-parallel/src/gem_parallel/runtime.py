@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class Runtime:
     timeout_s: float
     control: Any = field(repr=False)
     owns_group: bool = field(default=True, repr=False)
+    peers: tuple[tuple[str, int], ...] = field(default=(), repr=False)  # host name and process of every rank
 
     @property
     def is_main(self) -> bool:
@@ -64,10 +66,19 @@ class Runtime:
             if not _is_about_communication(error):
                 raise
             reason = " ".join(str(error).split())[:500] or type(error).__name__
+            gone = self.gone()
+            who = "another rank, which died or hangs"
+            if gone:
+                who = f"rank {', '.join(map(str, gone))}, whose process on this host is gone"
             raise PeerLostError(
                 f"rank {self.rank} of {self.world} waited {time.monotonic() - began:.1f} s for {what} and got no "
-                f"answer from another rank, which died or hangs (timeout {self.timeout_s:g} s): {reason}"
+                f"answer from {who} (timeout {self.timeout_s:g} s): {reason}"
             ) from error
+
+    def gone(self) -> list[int]:
+        """Ranks of this host whose processes do not exist any more. Asks the system, not the ranks."""
+        here = socket.gethostname()
+        return [rank for rank, (host, pid) in enumerate(self.peers) if host == here and not _is_alive(pid)]
 
     def barrier(self, what: str) -> None:
         """Wait for all ranks; `what` names the reason in the error.
@@ -161,6 +172,11 @@ def start(
         dist.init_process_group(backend, timeout=timeout, device_id=target if kind == "cuda" else None, **where)
     backend = dist.get_backend()
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    peers: list[Any] = [None] * world
+    if world > 1:
+        dist.all_gather_object(peers, (socket.gethostname(), os.getpid()), group=control)
+    else:
+        peers = [(socket.gethostname(), os.getpid())]
     return Runtime(
         rank=rank,
         world=world,
@@ -171,6 +187,7 @@ def start(
         timeout_s=timeout_s,
         control=control,
         owns_group=owns,
+        peers=tuple(peers),
     )
 
 
@@ -205,6 +222,17 @@ def _local_world(world: int, explicit: bool) -> int:
     """Ranks per host: torchrun's LOCAL_WORLD_SIZE where it divides the world, else everyone."""
     value = 0 if explicit else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return value if value > 0 and world % value == 0 else world
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process of this host runs; one that ended and was not waited for (a zombie) does not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except FileNotFoundError:
+        return not os.path.isdir("/proc/self")  # without /proc nothing is known
+    except OSError:
+        return True
 
 
 _SIGNS = re.compile(

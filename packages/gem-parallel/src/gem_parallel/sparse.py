@@ -18,6 +18,7 @@ from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_di
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner import Topology as PlannerTopology
@@ -240,7 +241,10 @@ def shard_tables(
         model,
         device=runtime.device,
         plan=plan,
-        sharders=[_BagSharder(fused_params=dict(fused)), _SequenceSharder(fused_params=dict(fused))],
+        sharders=[
+            kind(fused_params=dict(fused), qcomm_codecs_registry=_exchange_codecs(config))
+            for kind in (_BagSharder, _SequenceSharder)
+        ],
         init_data_parallel=False,
         init_parameters=False,
         **more,
@@ -255,6 +259,15 @@ def _fused_optimizer(sparse: RowWiseAdagrad | SparseSGD, config: ParallelConfig)
         return torch.optim.SGD, {"lr": sparse.lr}
     scale = moment_scale(sparse, config)
     return TorchRecRowWiseAdagrad, {"lr": sparse.lr * scale, "eps": sparse.eps * scale}
+
+
+def _exchange_codecs(config: ParallelConfig) -> dict[str, Any] | None:
+    """TorchRec's codecs for embeddings and gradients on their way."""
+    if config.table_exchange == "fp32":
+        return None
+    kind = {"fp16": CommType.FP16, "bf16": CommType.BF16}[config.table_exchange]
+    codecs: dict[str, Any] = get_qcomm_codecs_registry(QCommsConfig(forward_precision=kind, backward_precision=kind))
+    return codecs
 
 
 def moment_scale(sparse: RowWiseAdagrad | SparseSGD, config: ParallelConfig) -> float:
