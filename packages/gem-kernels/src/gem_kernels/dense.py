@@ -28,6 +28,8 @@ def full_precision(attention: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **options: P.kwargs) -> R:
         q = args[0]
         assert isinstance(q, Tensor)
+        if not torch.amp.is_autocast_available(q.device.type):  # "meta", say
+            return attention(*args, **options)
         with torch.autocast(q.device.type, enabled=False):
             return attention(*args, **options)
 

@@ -41,9 +41,9 @@ class GEM(nn.Module):
     def __init__(self, config: GemConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config, self.inputs = config, inputs
-        device = torch.device(device or "cpu")
-        with torch.device(device):
-            self.tables = Tables(inputs, device=device)
+        place = torch.device(device or "cpu")
+        with place:
+            self.tables = Tables(inputs, device=place)
             self.features = FeatureEncoder(config, inputs)
             self.events = nn.ModuleDict({s.name: EventEncoder(s, config, inputs) for s in inputs.sources})
             cls_tokens = {s.name: config.n_sum + bool(inputs.candidate_columns(s)) for s in inputs.sources}
@@ -53,7 +53,7 @@ class GEM(nn.Module):
             )
             self.heads = Heads(config.n_tokens, config, inputs)
             self.dropout = Dropout(config.dropout)
-        if device.type != "meta":
+        if place.type != "meta":
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
