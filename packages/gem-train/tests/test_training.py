@@ -168,7 +168,7 @@ def test_the_folders_own_config_runs_unchanged_and_gives_the_same_curve(finished
 
 def test_the_best_weights_are_tested(cache, tmp_path, monkeypatch):
     # A learning rate that ruins the model after a few good steps: the best validation is not the last.
-    monkeypatch.setattr("gem_train.trainer.rate", lambda step, **_: 1.0 if step <= 8 else 1e4)
+    monkeypatch.setattr("gem_train.trainer.rate", lambda step, **_: 1.0 if step <= 8 else 100.0)
     config = tiny_config(cache, "train.eval_every=2", "train.max_steps=12")
     with assembled(config, tmp_path / "run") as (_, trainer):
         trainer.fit()
@@ -182,6 +182,13 @@ def test_the_best_weights_are_tested(cache, tmp_path, monkeypatch):
         assert again == ne
     evals = {r["step"]: r["ne"] for r in read(RunDir(tmp_path / "run").metrics_file) if r["kind"] == "eval"}
     assert evals[best] == min(v for v in evals.values() if v is not None) == ne
+
+
+def test_weights_that_predict_nan_stop_the_run(cache, tmp_path):
+    with assembled(tiny_config(cache, "train.max_steps=2"), tmp_path / "run") as (_, trainer):
+        torch.nn.init.constant_(trainer.model.dense_parameters()[0], float("nan"))
+        with pytest.raises(NonFiniteError, match=r"the weights of step 0: \d+ predictions are not finite; samples \["):
+            trainer.validate()
 
 
 def test_without_keep_best_the_last_weights_are_tested(cache, tmp_path):

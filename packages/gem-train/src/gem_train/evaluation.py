@@ -19,6 +19,7 @@ from gem_parallel import Runtime
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gem_train.errors import NonFiniteError
 from gem_train.metrics import binary_entropy, calibration_curve, sigmoid, summarize
 
 HISTORY_EDGES = (0, 1, 5, 10, 20, 50, 100, 500, 2000)  # lower edges, in events
@@ -61,7 +62,8 @@ class Predictions:
 def predict(model: Callable[[JaggedBatch], Tensor], loader: Loader, runtime: Runtime) -> Predictions | None:
     """`model(batch)` -> logits [B, K] for all of the loader's rows, gathered on rank 0 (else None), without padding.
 
-    Raises RuntimeError when a sample comes twice or is missing: figures over such a set would be wrong in silence.
+    Raises RuntimeError when a sample comes twice or is missing: figures over such a set would be wrong in silence;
+    NonFiniteError, on every rank, when a prediction is no finite number.
     """
     parts: list[Predictions] = []
     with torch.no_grad():
@@ -69,6 +71,10 @@ def predict(model: Callable[[JaggedBatch], Tensor], loader: Loader, runtime: Run
             logits = model(batch)
             parts.append(_columns(batch, logits.double().cpu()))
     mine = _concat(parts)
+    bad = mine.sample_ids[~np.isfinite(mine.logits).all(axis=1)].tolist()
+    everywhere = sorted(itertools.chain.from_iterable(runtime.gather(bad, "the check of the predictions")))
+    if everywhere:
+        raise NonFiniteError(f"{len(everywhere)} predictions are not finite; samples {everywhere[:8]} are the first")
     if runtime.world == 1:
         return _checked([mine], loader.rows)
     everyone: list[Any] | None = [None] * runtime.world if runtime.is_main else None

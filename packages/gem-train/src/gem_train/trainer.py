@@ -213,9 +213,12 @@ class Trainer:
     # Evaluation.
 
     def predict(self, loader: Loader) -> Predictions | None:
-        """Predictions for all rows of an evaluation loader, on rank 0."""
+        """Predictions for all rows of an evaluation loader, on rank 0. Raises NonFiniteError."""
         self.model.eval()
-        return predict(self.forward, loader, self.runtime)
+        try:
+            return predict(self.forward, loader, self.runtime)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"the weights of step {self.position.step}: {error}") from error
 
     def validate(self) -> bool:
         """Evaluate the validation split; keeps the weights if they are the best so far, and says whether they are."""
