@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gem_parallel.parallel import ParallelModel, parallelize
     from gem_parallel.planner import NothingFitsError, Plan, plan
     from gem_parallel.runtime import PeerLostError, Runtime, start
-    from gem_parallel.simulator import Disturbance, Simulation, scaling_curve, simulate
+    from gem_parallel.simulator import Disturbance, Simulation, curve_table, scaling_curve, simulate
     from gem_parallel.spec import LayerSpec, ModelSpec, Profile, TableSpec
     from gem_parallel.tables import init_tables
     from gem_parallel.topology import Tier, Topology
@@ -47,6 +47,7 @@ _HOME = {
     "start": "runtime",
     "Disturbance": "simulator",
     "Simulation": "simulator",
+    "curve_table": "simulator",
     "scaling_curve": "simulator",
     "simulate": "simulator",
     "LayerSpec": "spec",
@@ -80,6 +81,7 @@ __all__ = [
     "Tier",
     "Topology",
     "__version__",
+    "curve_table",
     "export_tables",
     "init_tables",
     "load_optimizer_state",

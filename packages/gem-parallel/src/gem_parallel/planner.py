@@ -367,8 +367,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, required=True, help="samples per device")
     parser.add_argument("--world", type=int, help="devices; all of the topology by default")
     parser.add_argument("--profile", type=Path, help="TOML of a measured Profile")
-    parser.add_argument("--exact", action="store_true", help="leave out V2, which does not equal a single process")
+    parser.add_argument(
+        "--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES, help="table strategies; v2 is inexact"
+    )
     parser.add_argument("--simulate", action="store_true", help="also simulate imbalance and stragglers")
+    parser.add_argument("--curve", type=int, nargs="+", help="simulate these numbers of devices (weak scaling)")
+    parser.add_argument("--balanced", type=float, default=0.0, help="share of the imbalance that shuffling takes away")
     args = parser.parse_args(arguments)
     began = time.perf_counter()
     try:
@@ -378,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args.batch,
             world=args.world,
             profile=Profile.from_toml(args.profile) if args.profile else None,
-            strategies=("v1", "v3") if args.exact else STRATEGIES,
+            strategies=args.strategies,
         )
     except NothingFitsError as error:
         print(f"nothing fits: {error}", file=sys.stderr)
@@ -387,10 +391,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{result}\nplanned in {time.perf_counter() - began:.2f} s")
-    if args.simulate:
-        from gem_parallel.simulator import simulate
+    if args.simulate or args.curve:
+        from gem_parallel.simulator import Disturbance, curve_table, scaling_curve, simulate
 
-        print(f"\n{simulate(result)}")
+        disturbance = Disturbance(balanced=args.balanced)
+        print(f"\n{simulate(result, disturbance)}")
+        if args.curve:
+            options = {"profile": result.profile, "strategies": args.strategies, "disturbance": disturbance}
+            rows = scaling_curve(result.model, result.topology, args.batch, args.curve, **options)
+            print(f"\n{curve_table(rows)}")
     return 0
 
 

@@ -95,8 +95,8 @@ def compare(
             _average(twins)
         series["loss"].append((mean / runtime.world, expected.detach()))
         series["grad norm"].append((norm, plain_norm))
-    # Like elements of a tensor, steps are measured against the largest: where a gradient nearly vanishes, float32 itself
-    # is 1e-5 of its norm away from float64, in one process.
+    # Like elements of a tensor, steps are measured against the largest: where a gradient nearly vanishes, float32
+    # itself is 1e-5 of its norm away from float64, in one process.
     for kind, pairs in series.items():
         values, wanted = (torch.stack([pair[i].detach().float() for pair in pairs]) for i in (0, 1))
         error[kind] = relative_error(values, wanted)

@@ -5,7 +5,6 @@ The scaling ratio is (seconds of balanced dense compute on one device) / (second
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,9 +55,8 @@ class Disturbance:
         for begin in range(0, world, step):
             drawn = rng.lognormal(0.0, self.sigma, (min(step, world - begin), batch))
             work[begin : begin + step] = drawn.sum(1)
-        work /= batch * math.exp(self.sigma**2 / 2)
-        mean = work.mean()
-        return mean + (work - mean) * (1 - self.balanced)
+        work /= work.mean()
+        return 1 + (work - 1) * (1 - self.balanced)
 
     def speeds(self, world: int) -> np.ndarray:
         """Seconds of every rank over those of a healthy one, [world]."""
@@ -178,3 +176,18 @@ def scaling_curve(
             continue
         rows.append((world, simulate(chosen, disturbance)))
     return rows
+
+
+def curve_table(rows: Sequence[tuple[int, Simulation | str]]) -> str:
+    """The curve as a table: scaling ratio and what it is lost to, in shares of the step."""
+    lines = [f"{'devices':>8} {'step ms':>9} {'ratio':>6}  {'tables':>7} {'exposed':>8} {'imbalance':>10} {'slow':>7}"]
+    for world, row in rows:
+        if isinstance(row, str):
+            lines.append(f"{world:>8} {row}")
+            continue
+        tables, exposed, imbalance, slow = (seconds / row.step_s for seconds in row.lost_s.values())
+        lines.append(
+            f"{world:>8} {row.step_s * 1e3:>9.1f} {row.scaling:>6.3f}  "
+            f"{tables:>7.1%} {exposed:>8.1%} {imbalance:>10.1%} {slow:>7.1%}"
+        )
+    return "\n".join(lines)
