@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 
 LQ = [1, 63, 64, 65, 127, 128, 129, 0, 200, 0, 0, 500, 33, 193, 1, 640, 64, 900]
 LK = [1, 129, 128, 127, 65, 64, 63, 100, 0, 0, 5, 700, 257, 256, 1000, 640, 900, 64]
-FORWARD = ["3x128", "3x128-prefetch", "2x128-ahead", "2x128-ahead-prefetch", "3x64-across-6", "2x64-across-8"]
+FORWARD = [
+    "3x128", "3x128-prefetch", "2x128-ahead", "2x128-ahead-prefetch", "3x64", "3x64-across-6", "2x64-across-8",
+]  # fmt: skip
 BACKWARD = ["fused", "split"]
 
 
@@ -82,17 +84,45 @@ def test_backward(name, act, dim):
         assert all(torch.equal(a, g) for a, g in zip(again, got, strict=True))
 
 
+@pytest.mark.parametrize("act", ["softmax", "silu"])
+def test_many_tiles_for_every_program(act):
+    """Far more tiles than programs and all lengths different: a program walks many tiles with unequal loops."""
+    from gem_kernels.hopper import launch
+
+    torch.manual_seed(5)
+    lq = torch.randint(0, 700, (300,)).tolist()
+    lk = torch.randint(0, 700, (300,)).tolist()
+    q, k, v, dout, cq, ck = problem(lq=lq, lk=lk, heads=4)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense(*leaves, lq, lk, 128**-0.5, act)
+    expected = torch.autograd.grad(out, leaves, dout.double())
+    where = (cq, ck, 700, 700, 128**-0.5)
+    for name, config in launch.FORWARD.items():
+        with poisoned():
+            got = launch.forward(q, k, v, *where, act=act, out_scale=1.0, config=config)[0]
+        assert relative_error(got, out) < 5e-3, name
+    saved = (out.detach().to(q.dtype), lse.detach().float())
+    for name, split in launch.BACKWARD.items():
+        with poisoned():
+            grads = launch.backward(dout, None, q, k, v, *saved, *where, act=act, out_scale=1.0, config=split)
+        assert all(relative_error(g, e) < 8e-3 for g, e in zip(grads, expected, strict=True)), name
+
+
 @pytest.mark.parametrize("act", sorted(ACTIVATIONS))
 def test_every_activation_and_out_scale(act):
+    from gem_kernels.hopper import launch
+
     q, k, v, dout, cq, ck = problem()
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     wide = [x.double().detach().requires_grad_() for x in (q, k, v)]
     expected = 0.25 * dense(*wide, LQ, LK, 0.2, act)[0]
-    got = gdpa(*leaves, cq, ck, max(LQ), max(LK), activation=act, scale=0.2, out_scale=0.25, backend="hopper")
+    got = gdpa(q, k, v, cq, ck, max(LQ), max(LK), activation=act, scale=0.2, out_scale=0.25, backend="hopper")
     assert relative_error(got, expected) < 5e-3
-    grads = torch.autograd.grad(got, leaves, dout)
     wanted = torch.autograd.grad(expected, wide, dout.double())
-    assert all(relative_error(g, e) < 1e-2 for g, e in zip(grads, wanted, strict=True))
+    for config in launch.BACKWARD.values():
+        grads = launch.backward(
+            dout, None, q, k, v, None, None, cq, ck, max(LQ), max(LK), 0.2, act=act, out_scale=0.25, config=config
+        )
+        assert all(relative_error(g, e) < 1e-2 for g, e in zip(grads, wanted, strict=True))
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
@@ -121,18 +151,24 @@ def test_float16_and_packed_views():
 
 
 def test_learned_queries():
+    from gem_kernels.hopper import launch
+
     lk = [1, 200, 0, 77, 640]
     torch.manual_seed(2)
-    q = torch.randn(70, 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    k, v = (torch.randn(sum(lk), 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    out = jagged_attention(q, k, v, None, offsets_of(lk, "cuda"), 70, max(lk), backend="hopper")
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    q = torch.randn(70, 2, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(sum(lk), 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    ck = offsets_of(lk, "cuda")
+    out, lse = jagged_attention(q, k, v, None, ck, 70, max(lk), return_lse=True, backend="hopper")
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
     expected = dense(wide[0].repeat(len(lk), 1, 1), *wide[1:], [70] * len(lk), lk, 128**-0.5, "softmax")[0]
     dout = torch.randn_like(out)
     assert relative_error(out, expected) < 5e-3
-    grads = torch.autograd.grad(out, (q, k, v), dout)
     wanted = torch.autograd.grad(expected, wide, dout.double())
-    assert all(relative_error(g, e) < 1e-2 for g, e in zip(grads, wanted, strict=True))
+    for config in launch.BACKWARD.values():
+        grads = launch.backward(
+            dout, None, q, k, v, out, lse, None, ck, 70, max(lk), 128**-0.5, act="softmax", out_scale=1.0, config=config
+        )
+        assert all(relative_error(g, e) < 1e-2 for g, e in zip(grads, wanted, strict=True))
 
 
 @pytest.mark.parametrize("shift", [-60.0, 60.0])

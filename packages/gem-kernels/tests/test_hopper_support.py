@@ -55,6 +55,41 @@ def test_kernels_build_for_hopper_without_a_gpu() -> None:
         assert "wgmma.mma_async.bf16" in done.stdout
 
 
+CARRIED = r"""
+import re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from gem_kernels.hopper import support
+
+for case in support.compile_cases("softmax"):
+    if "d64" not in case.name or not re.search("3x128$|across-6|backward|dq", case.name):
+        continue
+    names = case.kernel.arg_names
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in case.divisible}
+    source = GluonASTSource(case.kernel, dict(case.signature), dict(case.constants), attributes)
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ttgir"]
+    parts = re.split(r"\n    (?:default \{|partition\d+\()", text)[1:]
+    loops = [re.search(r"scf\.for [^\n]*?iter_args\(([^)]*)\)", part) for part in parts]
+    print(" ".join(case.name.split()[2:]), [loop.group(1).count("=") for loop in loops])
+"""
+
+
+@pytest.mark.slow
+def test_loops_over_tiles_carry_the_whole_record() -> None:
+    """Triton 3.6 once dropped fields of the tile record from a loader's loop, which then waited for ever."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", CARRIED], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == [
+        "forward d64 3x128 [5, 5, 5, 7]",  # step and four fields; the loader: step, visit and five
+        "forward d64 3x64-across-6 [8, 8, 8, 7]",
+        "backward d64 fused [9, 9, 2]",  # the loaders read the record inside the loop
+        "backward d64 split [7, 7, 2]",
+        "dq d64 split [5, 5, 1]",
+    ]
+
+
 def test_case_names_are_checked() -> None:
     assert cases.case("self-half-512").q.max() <= 512
     with pytest.raises(ValueError, match="unknown case 'nope'"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gem_kernels.dispatch import Problem
+from gem_kernels.gdpa import triton
 from gem_kernels.hopper import launch, support
 from gem_kernels.hopper.tiles import Tiles
 from gem_kernels.tiling import CompileCase
@@ -54,7 +55,12 @@ def backward(
     activation: str, scale: float, out_scale: float, left: int, right: int,
     *, config: launch.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV."""
+    """dQ, dK, dV; `config=None` lets `launch.choose_backward` decide."""
+    config = config or launch.choose_backward()
+    if config is None:
+        return triton.backward(
+            dout, q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right
+        )
     assert max(left, right) < 0, "applies() refuses masks"
     return launch.backward(
         dout, None, q, k, v, None, None, q_offsets, k_offsets, max_q, max_k, scale,

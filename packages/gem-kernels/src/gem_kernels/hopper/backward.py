@@ -83,9 +83,10 @@ def _producer(
     step = 0
     visit = 0
     count = tile_count(count_ptr)
-    k_start, rows, q_start, q_len, head, _b = _record(tiles_ptr, 0, count)
     for t in range(count):
-        k_start1, rows1, q_start1, q_len1, head1, _b1 = _record(tiles_ptr, t + 1, count)
+        # Read here and not one tile ahead: Triton 3.6 forgets to carry some of these around the loop
+        # (docs/notes/hopper-attention.md).
+        k_start, rows, q_start, q_len, head, _b = _record(tiles_ptr, t, count)
         n = gl.cdiv(q_len, BLOCK)
         column = head * D
         for c in range(gl.cdiv(rows, 2 * BLOCK)):
@@ -109,7 +110,6 @@ def _producer(
                     do_desc, [q_start + i * BLOCK, column], do_full.index(s), do_buf.index(s)
                 )
                 step += 1
-        k_start, rows, q_start, q_len, head = k_start1, rows1, q_start1, q_len1, head1
 
 
 @gluon.jit

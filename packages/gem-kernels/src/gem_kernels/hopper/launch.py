@@ -85,6 +85,7 @@ FORWARD = {
     "3x128-prefetch": ForwardConfig(consumers=3, step=128, stages=2, pipeline="plain", prefetch=512),
     "2x128-ahead": ForwardConfig(consumers=2, step=128, stages=2, pipeline="ahead"),
     "2x128-ahead-prefetch": ForwardConfig(consumers=2, step=128, stages=2, pipeline="ahead", prefetch=512),
+    "3x64": ForwardConfig(consumers=3, step=64, stages=4, pipeline="plain"),
     "3x64-across-6": ForwardConfig(consumers=3, step=64, stages=4, pipeline="across", groups=6),
     "2x64-across-8": ForwardConfig(consumers=2, step=64, stages=4, pipeline="across", groups=8),
 }
@@ -96,15 +97,17 @@ WHOLE = 1 << 16  # row groups of a tile that is a whole (sequence, head)
 
 
 def choose_forward(rows_q: float, rows_k: float, softmax: bool) -> ForwardConfig:
-    """The configuration for sequences of `rows_q` queries and `rows_k` keys on average: measured on an H200
-    (docs/notes/hopper-attention.md).
-    """
+    """The configuration for `rows_q` queries and `rows_k` keys on average (docs/notes/hopper-attention.md)."""
+    if min(rows_q, rows_k) <= 64:  # learned queries, very short keys: bound by memory
+        return FORWARD["3x64"]
+    if min(rows_q, rows_k) < 384:
+        return FORWARD["2x128-ahead" if softmax else "3x64"]
     return FORWARD["3x128"]
 
 
-def choose_backward(rows_q: float, rows_k: float, longest: int) -> BackwardConfig:
-    """Likewise for the backward; `longest` is the longest possible sequence on either side."""
-    return BACKWARD["split"]
+def choose_backward() -> BackwardConfig | None:
+    """None: the portable Triton kernels, until these have passed on a card since their last change (same notes)."""
+    return None
 
 
 @functools.cache
@@ -163,7 +166,7 @@ def forward(
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
     q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale: float, *,
-    act: str, out_scale: float, config: BackwardConfig | None = None,
+    act: str, out_scale: float, config: BackwardConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV in the shapes of q, k, v (contiguous). `out` and `lse` are needed for softmax only."""
     if q_offsets is None:  # learned queries: as if every sequence had its own, then summed in a fixed order
@@ -181,8 +184,6 @@ def backward(
     q, k, v, dout = flat(q), flat(k), flat(v), flat(dout)
     softmax = act == "softmax"
     batch, total = q_offsets.shape[0] - 1, q.shape[0]
-    if config is None:
-        config = choose_backward(total / batch, k.shape[0] / batch, max(max_q, max_k))
     lse2, delta = _statistics(dout, dlse, out, lse) if softmax else (torch.empty(1, device=q.device),) * 2
     inner = scale * LOG2E if softmax else scale
     shape = TileShape(block=64, consumers=2 * (WHOLE if config.fused else 1), step=64)

@@ -25,9 +25,10 @@ def _producer(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     step = 0
     count = tile_count(count_ptr)
-    q_start, rows, k_start, k_len, head, _out = tile_record(tiles_ptr, 0, count)
     for t in range(count):
-        q_start1, rows1, k_start1, k_len1, head1, _out1 = tile_record(tiles_ptr, t + 1, count)
+        # Read here and not one tile ahead: Triton 3.6 forgets to carry some of these around the loop
+        # (docs/notes/hopper-attention.md).
+        q_start, rows, k_start, k_len, head, _out = tile_record(tiles_ptr, t, count)
         column = head * D
         phase = (t // QS) & 1
         for w in gl.static_range(NC):
@@ -53,7 +54,6 @@ def _producer(
             mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(v_desc, [k_start + i * BN, column], v_full.index(s), v_buf.index(s))
             step += 1
-        q_start, rows, k_start, k_len, head = q_start1, rows1, k_start1, k_len1, head1
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ def applies(problem: Problem) -> tuple[bool, str]:
     refused = [what for feature, what in _REFUSED.items() if feature in problem.features]
     if refused:
         return False, f"the Hopper kernels do not take {', '.join(refused)}"
-    return True, "warp-specialised Gluon kernels for compute capability 9"
+    return True, "forward by warp-specialised Gluon kernels for compute capability 9, backward by the portable ones"
 
 
 def _descriptor(rows: int, columns: int, dtype: str = "bf16") -> str:

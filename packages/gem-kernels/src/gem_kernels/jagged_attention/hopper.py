@@ -1,7 +1,6 @@
-"""Jagged flash attention on Hopper: persistent, warp-specialised Gluon kernels (`gem_kernels.hopper`).
+"""Jagged flash attention on Hopper: a persistent, warp-specialised Gluon kernel forward (`gem_kernels.hopper`).
 
-The backward is fused (dQ, dK and dV by one kernel) for short sequences and split in two for long ones; both are
-deterministic.
+There are Hopper kernels for the backward too; `launch.choose_backward` says whether they or the portable ones run.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from torch import Tensor
 from gem_kernels.dispatch import Problem
 from gem_kernels.hopper import launch, support
 from gem_kernels.hopper.tiles import Tiles
+from gem_kernels.jagged_attention import triton
 from gem_kernels.tiling import CompileCase
 
 __all__ = ["applies", "backward", "compile_cases", "forward"]
@@ -58,7 +58,12 @@ def backward(
     max_q: int, max_k: int, scale: float, left: int, right: int,
     *, config: launch.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV and an empty bias gradient."""
+    """dQ, dK, dV and an empty bias gradient; `config=None` lets `launch.choose_backward` decide."""
+    config = config or launch.choose_backward()
+    if config is None:
+        return triton.backward(
+            dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, bias, bias_grad, max_q, max_k, scale, left, right
+        )
     assert bias is None
     assert not bias_grad
     assert max(left, right) < 0, "applies() refuses masks"
