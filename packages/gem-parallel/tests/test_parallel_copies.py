@@ -9,7 +9,7 @@ import pytest
 import torch
 from gem_parallel import ParallelConfig, RowWiseAdagrad, SparseSGD, fully_sharded, parallelize, start
 from gem_parallel.selfcheck import compare
-from gem_parallel.testing import ROWS, UNITS, SmallModel, full_state, run_ranks, small_batch
+from gem_parallel.testing import BAGS, ROWS, SEQUENCES, UNITS, SmallModel, full_state, run_ranks, small_batch
 
 SPARSE = RowWiseAdagrad(lr=0.05, eps=1e-4)
 
@@ -80,10 +80,54 @@ class MixedModel(SmallModel):
         return {**table, "embedding_dim": dim * 2 if name == "user" else dim}
 
     def forward(self, batch):
-        from gem_parallel.testing import BAGS
-
         bags = self.bags(batch.kjt(BAGS))
         return torch.cat([bags[name] for name in BAGS], dim=1).sum(1) * self.gain
+
+
+def fail_in_backward(parallel, batch):
+    """The sequences' backward has run when that of the bags fails."""
+
+    def fail(gradient):
+        raise ArithmeticError("in backward")
+
+    if parallel.fully_sharded:
+        parallel.fully_sharded.prefetch()
+    bags = parallel.module.bags(batch.kjt(BAGS))["user"]
+    bags.register_hook(fail)
+    items = parallel.module.sequences(batch.kjt(SEQUENCES))["history"].values()  # later in forward, earlier in backward
+    with pytest.raises(ArithmeticError):
+        (bags.sum() + items.sum()).backward()
+
+
+def after_a_failure(runtime):
+    """Training after a backward pass that failed half-way, and after a load between gather and lookup."""
+    results = []
+    batches = [small_batch(step).part(runtime.rank, runtime.world) for step in range(3)]
+    for disturbed in (False, True):
+        model = SmallModel()
+        parallel = parallelize(model, model.roles(), config("row_wise", "v3", 2), runtime, sparse=SPARSE, units=UNITS)
+        if disturbed:
+            fail_in_backward(parallel, batches[0])
+            assert parallel.fully_sharded.memory()["working"] > 0  # a partial gradient
+            parallel.fully_sharded.prefetch()
+            parallel.load_state_dict({part: dict(values) for part, values in full_state(parallel).items()})
+        for batch in batches:
+            parallel(batch).square().mean().backward()
+        results.append(full_state(parallel))
+    model = SmallModel()
+    copied = parallelize(model, model.roles(), config("row_wise", "v2", 2), runtime, sparse=SPARSE, units=UNITS)
+    fail_in_backward(copied, batches[0])
+    for batch in batches:
+        copied(batch).square().mean().backward()
+    return results, copied.copied.passes
+
+
+def test_a_failed_step_leaves_no_trace(tmp_path):
+    for (calm, disturbed), passes in run_ranks(2, __file__, "after_a_failure", tmp_path):
+        assert passes == 3
+        for part in calm:
+            for name, value in calm[part].items():
+                assert torch.equal(value, disturbed[part][name]), name
 
 
 def mixed(runtime):

@@ -83,6 +83,34 @@ def resume_everywhere(runtime, folder):
     return saved, loaded, from_one, exact
 
 
+def resume_copies(runtime, folder):
+    """Two copies of two shards each, neighbours and not: V2 and V3 into one another."""
+    finals = {}
+    for inside in (True, False):
+        for layout in ("v2", "v3"):
+            model = SmallModel()
+            config = ParallelConfig(table_copies_inside=inside, **LAYOUTS[layout])
+            parallel = parallelize(model, model.roles(), config, runtime, sparse=SPARSE, units=UNITS)
+            train(parallel, range(2))
+            Checkpointer(f"{folder}/{layout}-{inside}", runtime=runtime).save(2, parallel.state_dict())
+            finals[layout, inside] = full_state(parallel)
+    return {
+        (source, layout): (restore(build(runtime, layout, seed=5), f"{folder}/{source[0]}-{source[1]}"), saved)
+        for source, saved in finals.items()
+        for layout in ("v2", "v3")
+    }
+
+
+def test_copies_of_shards_resume(tmp_path):
+    for results in run_ranks(4, __file__, "resume_copies", tmp_path, str(tmp_path)):
+        assert len(results) == 8
+        for key, (found, saved) in results.items():
+            for part in saved:
+                assert found[part].keys() == saved[part].keys()
+                for name, value in saved[part].items():
+                    assert torch.equal(found[part][name], value), (key, name)
+
+
 def convert(moment, rows, blocks):
     """[a rows] -> [b rows]: the mean over the table's columns where blocks are joined, else a copy."""
     have = moment.double().view(-1, rows)

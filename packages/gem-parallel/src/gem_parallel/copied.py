@@ -31,6 +31,10 @@ class CopiedTables:
         for kernel in self._kernels:
             table_batch(kernel).register_forward_hook(self._after_lookup)
 
+    def begin(self) -> None:
+        """Called before a forward pass: forgets a backward pass that failed."""
+        self._counted = False
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Average weights and moments over the copies, now. Called by all ranks together."""

@@ -99,11 +99,15 @@ class _Kernel:
         if output.requires_grad:
             output.register_hook(self._before_backward)
 
-    def _before_backward(self, gradient: torch.Tensor) -> None:
-        self.before_gradient()
-        if self.holds == "weights":  # gathered ahead of a forward pass that did not come
+    def forget(self) -> None:
+        """Drop weights that were gathered for a lookup that did not come."""
+        if self.holds == "weights":
             self.wait_for_weights()
             self.free()
+
+    def _before_backward(self, gradient: torch.Tensor) -> None:
+        self.before_gradient()
+        self.forget()
         if self.holds == "nothing":
             self._storage.resize_(self._bytes)
             self._whole.data.zero_()  # of `data`: what autograd saved counts as untouched
@@ -176,6 +180,11 @@ class FullyShardedTables:
 
     def prefetch(self) -> None:
         """Finish the last update and start to gather; called before a forward pass."""
+        if self._queued:  # a backward pass that failed: what it left is no gradient
+            self._queued = False
+            for _, kernel in self._kernels:
+                if kernel.holds == "gradient":
+                    kernel.free()
         self.finish()
         for _, kernel in self._kernels:
             kernel.gather()
@@ -238,8 +247,13 @@ class FullyShardedTables:
     # --- state
 
     def tensors(self) -> tuple[dict[str, ShardedTensor], dict[str, ShardedTensor]]:
-        """(weights [rows, dim], moments [rows]) by parameter name, aliases of the owned fractions, over all ranks."""
+        """(weights [rows, dim], moments [rows]) by parameter name, aliases of the owned fractions, over all ranks.
+
+        What was gathered is dropped, because the caller may write into the fractions.
+        """
         self.finish()
+        for _, kernel in self._kernels:
+            kernel.forget()
         weights: dict[str, list[Block]] = {}
         moments: dict[str, list[Block]] = {}
         for prefix, kernel in self._kernels:

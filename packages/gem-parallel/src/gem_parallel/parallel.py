@@ -81,6 +81,8 @@ class ParallelModel:
         with self.runtime.waiting("the forward pass"):
             if self.fully_sharded is not None:
                 self.fully_sharded.prefetch()
+            elif self.copied is not None:
+                self.copied.begin()
             return self._dmp(*args, **kwargs)
 
     def named_dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
