@@ -11,9 +11,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from gem_kernels.bench import __main__ as bench
 from gem_kernels.bench import cases, suite
 from gem_kernels.dispatch import Problem
-from gem_kernels.hopper import support
+from gem_kernels.hopper import launch, support
 from gem_kernels.jagged_attention import jagged_attention
 
 
@@ -60,7 +61,7 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from gem_kernels.hopper import support
+from gem_kernels.hopper import launch, support
 
 for case in support.compile_cases("softmax"):
     if "d64" not in case.name or not re.search("3x128$|across-6|backward|dq", case.name):
@@ -94,6 +95,23 @@ def test_case_names_are_checked() -> None:
     assert cases.case("self-half-512").q.max() <= 512
     with pytest.raises(ValueError, match="unknown case 'nope'"):
         cases.case("nope")
+
+
+def test_the_recorded_command_leaves_out_where_the_file_went() -> None:
+    words = ["gdpa", "--out", "x.json", "--case", "pma", "--commit=abc", "--rep", "9"]
+    assert bench._without(words, "--out", "--commit") == ["gdpa", "--case", "pma", "--rep", "9"]
+
+
+def test_every_choice_is_a_configuration_that_is_tested() -> None:
+    for rows_q, rows_k, softmax in (
+        (64, 500, True),
+        (1024, 32, False),
+        (256, 256, True),
+        (256, 256, False),
+        (2048, 2048, True),
+    ):
+        assert launch.choose_forward(rows_q, rows_k, softmax) in launch.FORWARD.values()
+    assert launch.choose_forward(1024, 1024, True).consumers == 3
 
 
 def small() -> suite.Problem:

@@ -50,6 +50,12 @@ def _versions() -> dict[str, str]:
     }
 
 
+def _without(words: list[str], *options: str) -> list[str]:
+    """The command line without these options and their values: they say nothing about what was measured."""
+    kept = [w for w in words if not w.startswith(tuple(f"{o}=" for o in options))]
+    return [w for i, w in enumerate(kept) if w not in options and (i == 0 or kept[i - 1] not in options)]
+
+
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{'case':18s} {'pass':8s} {'op':16s} {'variant':24s} {'ms':>8s} {'TFLOP/s':>8s} {'of GEMM':>8s} "
@@ -124,7 +130,7 @@ def _write(
     rows: list[dict[str, Any]],
     arguments: list[str] | None,
 ) -> None:
-    words = sys.argv[1:] if arguments is None else arguments
+    words = _without(sys.argv[1:] if arguments is None else arguments, "--out", "--commit")
     result = {
         "suite": suite, "date": datetime.date.today().isoformat(), "card": torch.cuda.get_device_name(),
         "commit": commit,

@@ -5,8 +5,9 @@ waits for the device.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import triton
@@ -21,6 +22,8 @@ from gem_kernels.hopper.pre_post import finish_query_gradient, row_statistics
 from gem_kernels.hopper.query_gradient import query_gradient_kernel
 from gem_kernels.hopper.tiles import Tiles
 from gem_kernels.schedule import TileShape
+
+Run = TypeVar("Run", bound=Callable[..., Any])
 
 LOG2E = 1.4426950408889634
 _GL_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -116,6 +119,17 @@ def programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _on_its_device(run: Run) -> Run:
+    """Launch where the first argument lies: Triton launches on the current device."""
+
+    @functools.wraps(run)
+    def wrapped(first: Tensor, *args: Any, **options: Any) -> Any:
+        with torch.cuda.device_of(first):
+            return run(first, *args, **options)
+
+    return cast(Run, wrapped)
+
+
 def flat(x: Tensor) -> Tensor:
     """`x` [T, H, D], copied only if heads are not side by side or TMA cannot address the rows."""
     aligned = x.stride(0) * x.element_size() % 16 == 0 and x.stride(0) > 0 and x.data_ptr() % 16 == 0
@@ -130,6 +144,7 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]], layout)
 
 
+@_on_its_device
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale:
         float, *,
@@ -163,6 +178,7 @@ def forward(
     return out, lse
 
 
+@_on_its_device
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
     q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale: float, *,

@@ -1,5 +1,7 @@
 """Jagged flash attention on Hopper: a persistent, warp-specialised Gluon kernel forward (`gem_kernels.hopper`).
 
+Rows past a sequence's end are the next sequence's: they are read, and weighted by 0, which does not keep an infinity or
+a NaN out.
 There are Hopper kernels for the backward too; `launch.choose_backward` says whether they or the portable ones run.
 """
 
