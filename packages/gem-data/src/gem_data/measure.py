@@ -204,9 +204,9 @@ def kuairand_csv(folder: Path, rows: int) -> Path:
 def preparing(folder: Path, rows: int, *, memory: int = 2 << 30) -> dict[str, Any]:
     """The time and the peak memory of `prepare` on a file of KuaiRand's layout (memory: of this whole process)."""
     source = kuairand.events(kuairand_csv(folder / "csv", rows), variant="27k")
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     summary = prepare(source, folder / "log", memory=memory)
-    seconds = time.perf_counter() - begin
+    seconds, busy = time.perf_counter() - begin, time.process_time() - busy
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {
         "case": f"prepare-kuairand-{rows}",
@@ -214,6 +214,7 @@ def preparing(folder: Path, rows: int, *, memory: int = 2 << 30) -> dict[str, An
         "events": summary.rows,
         "ms": seconds * 1e3,
         "events_per_s": summary.rows / seconds,
+        "cpu_s": busy,  # of all threads: what it would take on one core of its own
         "peak_gb": peak,
         "load": os.getloadavg()[0],
     }
