@@ -37,7 +37,7 @@ def check(results, cases):
         assert errors["loss"] > 0 or errors["tables"] > 0  # the twin is computed, not copied
 
 
-@pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_four_ranks(tmp_path, steps):
     """Both optimizers, bags and sequences, every sharding, copies inside and across."""
     cases = [

@@ -39,14 +39,13 @@ def test_every_layout_trains_to_the_same(tmp_path):
 def options(runtime):
     """Rounded exchanges against rounding twins, prefetch, memory of the strategies."""
     found = {}
-    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        for strategy, copies in (("v1", 1), ("v3", 2)):
-            config = ParallelConfig(
-                table_sharding="table_wise", table_exchange=name, table_strategy=strategy, table_copies=copies
-            )
-            rounded = compare(runtime, config, steps=3, exchange=dtype, sparse=SparseSGD(lr=0.05))[0]
-            plain = compare(runtime, config, steps=3, sparse=SparseSGD(lr=0.05))[0]
-            found[name, strategy] = rounded, plain
+    for name, dtype, strategy, copies in (("fp16", torch.float16, "v1", 1), ("bf16", torch.bfloat16, "v3", 2)):
+        config = ParallelConfig(
+            table_sharding="table_wise", table_exchange=name, table_strategy=strategy, table_copies=copies
+        )
+        rounded = compare(runtime, config, steps=3, exchange=dtype, sparse=SparseSGD(lr=0.05))[0]
+        plain = compare(runtime, config, steps=3, sparse=SparseSGD(lr=0.05))[0]
+        found[name, strategy] = rounded, plain
     config = ParallelConfig(table_sharding="row_wise", prefetch=2, shard_group=2)
     errors, parallel = compare(runtime, config, steps=3)
     ahead = {
