@@ -21,11 +21,11 @@ def ml100k() -> RunConfig:
 
 
 def synthetic() -> RunConfig:
-    """Simulated clicks and conversions whose best possible NE is known; a minute on two CPU cores."""
+    """Simulated clicks and conversions whose best possible NE is known; minutes on two CPU cores."""
     return RunConfig(
-        data=DataConfig(source="synthetic", batch_size=512, max_history=32, synthetic=SyntheticConfig(events=50_000)),
+        data=DataConfig(source="synthetic", batch_size=256, max_history=32, synthetic=SyntheticConfig(events=100_000)),
         inputs=InputsConfig(table_dim=16, exclude=("user",)),
         model=GemConfig(width=32, heads=2, layers=1),
-        optim=OptimConfig(lr=2e-3, sparse_lr=0.05, warmup_steps=20),
-        train=TrainConfig(epochs=2, eval_every=40, checkpoint_every=40),
+        optim=OptimConfig(lr=3e-3, sparse_lr=0.05, warmup_steps=20),
+        train=TrainConfig(epochs=2, eval_every=100, checkpoint_every=100),
     )

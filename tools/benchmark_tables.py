@@ -1,0 +1,71 @@
+"""Write the tables of docs/benchmarks/README.md from the JSON files: `python tools/benchmark_tables.py [--check]`.
+
+Everything after the marker line is generated; `--check` changes nothing and exits with 1 when the page is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+MARKER = "<!-- tables: tools/benchmark_tables.py -->"
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """A figure for a cell; nothing where there is none."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def table(name: str, result: dict[str, Any]) -> str:
+    """One result file as a heading, its circumstances and a table."""
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    ceilings = ", ".join(f"{k} {v:g}" for k, v in result["ceilings"].items())
+    peers = sorted({peer for row in result["rows"] for peer in row.get("peers", {})})
+    head = ["case", "op", "pass", "variant", "ms", "TFLOP/s", "GB/s", "of GEMM", "of copy", "error", *peers]
+    lines = [
+        f"## {result['suite']}, {result['card']}, {result['date']}",
+        "",
+        f"[{name}]({name}): commit {result['commit'][:10]}; {versions}. Ceilings of the same run: {ceilings}.",
+        "Peers in TFLOP/s of the same run, TFLOP/s count useful work only.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "| " + " | ".join("---" for _ in head) + " |",
+    ]
+    for row in result["rows"]:
+        cells = [
+            f"{row['case']} (d{row['head_dim']})", row["op"], row["pass"], row["variant"], number(row["ms"], 3),
+            number(row.get("tflops")), number(row.get("gbps")), number(row.get("of_gemm"), 2),
+            number(row.get("of_copy"), 2), f"{row['error']:.1e}" if row.get("error") is not None else "",
+            *(number(row.get("peers", {}).get(peer)) for peer in peers),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def page(folder: Path, current: str) -> str:
+    """The page with its tables made anew; the part above the marker stays."""
+    head = current.split(MARKER)[0].rstrip()
+    files = sorted(folder.glob("*.json"))
+    tables = "\n\n".join(table(path.name, json.loads(path.read_text())) for path in files)
+    return f"{head}\n\n{MARKER}\n\n{tables}\n"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    args = parser.parse_args()
+    readme = FOLDER / "README.md"
+    current = readme.read_text()
+    fresh = page(FOLDER, current)
+    if args.check and fresh != current:
+        raise SystemExit(f"{readme} is out of date; run python tools/benchmark_tables.py")
+    if not args.check:
+        readme.write_text(fresh)
+
+
+if __name__ == "__main__":
+    main()
