@@ -91,7 +91,8 @@ def main(folder):
 
 @pytest.mark.slow
 def test_torchrun_starts_again_and_resumes(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    # Three: a restarted gloo sometimes meets "connection refused" where ports are reused, with plain torch as well.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     done = subprocess.run(
