@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,21 @@ from torchrec import (
 )
 
 from gem_model.batch import BatchLike, SequenceLike
-from gem_model.config import GemConfig, ModelInputs, Source
+from gem_model.config import ModelInputs, Source
 
 V = TypeVar("V")
 
-DENSE_LIMIT = 8.0  # standard deviations; beyond them a dense feature is clipped
+
+class Widths(Protocol):
+    """What the encoders ask of a configuration."""
+
+    @property
+    def width(self) -> int:
+        """d, the size of every token."""
+
+    @property
+    def n_dense(self) -> int:
+        """Tokens that the dense features become."""
 
 
 def pick(mapping: Mapping[str, V], key: str, what: str) -> V:
@@ -139,11 +149,12 @@ class EventEncoder(nn.Module):
 
     The id columns include those that describe the outcome (the action). The candidate becomes a token of the same
     space: the rows of the columns that it shares with the events, zeros for what is not known of it yet, and a learned
-        mark m:
-    c = Norm(W [rows || 0 || 0] + b + m).
+    mark m::
+
+        c = Norm(W [rows || 0 || 0] + b + m).
     """
 
-    def __init__(self, source: Source, config: GemConfig, inputs: ModelInputs) -> None:
+    def __init__(self, source: Source, config: Widths, inputs: ModelInputs) -> None:
         super().__init__()
         self.source = source.name
         self.id_columns = [column for column, _ in source.ids]
@@ -176,10 +187,7 @@ class EventEncoder(nn.Module):
 class FeatureEncoder(nn.Module):
     """Non-sequence features to tokens X in R^{B x N x d}: a projection for each sparse feature, an MLP of the dense."""
 
-    dense_mean: Tensor
-    dense_std: Tensor
-
-    def __init__(self, config: GemConfig, inputs: ModelInputs) -> None:
+    def __init__(self, config: Widths, inputs: ModelInputs) -> None:
         super().__init__()
         self.features = [feature for feature, _ in inputs.sparse]
         self.width, self.dense_tokens = config.width, config.n_dense if inputs.dense else 0
@@ -187,15 +195,9 @@ class FeatureEncoder(nn.Module):
         if self.features:
             self.projections = nn.Parameter(torch.empty(len(self.features), inputs.table_dim, config.width))
         if inputs.dense:
-            self.register_buffer("dense_mean", torch.zeros(inputs.dense))
-            self.register_buffer("dense_std", torch.ones(inputs.dense))
             hidden = config.n_dense * config.width
             self.dense = nn.Sequential(nn.Linear(inputs.dense, hidden), nn.GELU(), nn.Linear(hidden, hidden))
         self.norm = nn.LayerNorm(config.width)
-
-    def standardise(self, dense: Tensor) -> Tensor:
-        """(x - mean) / std clipped to 8 standard deviations, [B, F]."""
-        return ((dense - self.dense_mean) / self.dense_std).clamp(-DENSE_LIMIT, DENSE_LIMIT)
 
     def forward(self, rows: Rows, dense: Tensor | None) -> Tensor:
         """Tokens [B, N, d]; ``dense`` [B, F] is standardised already."""

@@ -1,0 +1,123 @@
+"""What every model here has: tables, standardised dense features, a loss, and the calls by which others drive it.
+
+`B` samples, `T` events of one source, `N` non-sequence tokens, `d` width, `F` dense features, `K` tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gem_model.batch import BatchLike
+from gem_model.config import ModelInputs
+from gem_model.dropout import Dropout
+from gem_model.embed import EventEncoder, FeatureEncoder, Rows, Tables, Widths, pick
+from gem_model.heads import log_loss
+from gem_model.sequence import History, place_events
+
+DENSE_LIMIT = 8.0  # standard deviations; beyond them a dense feature is clipped
+
+
+class Ranker(nn.Module):
+    """A model of batches: ``model(batch)`` -> logits [B, K] float32. Holds the tables and the dense statistics.
+
+    Args:
+        inputs: what the batches hold.
+        device: where parameters are made; "meta" makes none, to be filled by ``to_empty`` and ``reset_parameters``.
+    """
+
+    dense_mean: Tensor
+    dense_std: Tensor
+
+    def __init__(self, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.place = torch.device(device or "cpu")
+        with self.place:
+            self.tables = Tables(inputs, device=self.place)
+            if inputs.dense:
+                self.register_buffer("dense_mean", torch.zeros(inputs.dense))
+                self.register_buffer("dense_std", torch.ones(inputs.dense))
+
+    def loss(self, logits: Tensor, batch: BatchLike) -> Tensor:
+        """The mean over the tasks of their masked, weighted mean log losses: see :func:`gem_model.heads.log_loss`."""
+        return log_loss(logits, batch.labels, batch.label_mask, batch.weights)
+
+    def units(self) -> list[str]:
+        """Names of the submodules that FSDP shards one by one, in the order in which they run."""
+        raise NotImplementedError
+
+    def init_bias(self, rates: Sequence[float] | Tensor) -> None:
+        """Start every task at its base rate, b_k = log(r_k / (1 - r_k)); ValueError unless each lies in (0, 1)."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter but the tables' again, and forget the dense features' statistics."""
+        if self.inputs.dense:
+            self.dense_mean.zero_()
+            self.dense_std.fill_(1.0)
+
+    @torch.no_grad()
+    def init_dense(self, mean: Tensor, std: Tensor) -> None:
+        """Set the statistics [F] by which dense features are standardised; a std of 0 (a constant) counts as 1.
+
+        Raises:
+            ValueError: when there are no dense features, or not F finite numbers with std >= 0.
+        """
+        count = self.inputs.dense
+        for name, value in (("mean", mean), ("std", std)):
+            if value.shape != (count,) or count == 0 or not bool(torch.isfinite(value).all()):
+                raise ValueError(f"expected {count} finite numbers as {name} of the dense features, got {value}")
+        if bool((std < 0).any()):
+            raise ValueError(f"a standard deviation cannot be negative, got {std}")
+        self.dense_mean.copy_(mean)
+        self.dense_std.copy_(torch.where(std > 0, std, 1.0))
+
+    def dense(self, batch: BatchLike) -> Tensor | None:
+        """(x - mean) / std clipped to 8 standard deviations, [B, F]; None where the inputs have no dense feature."""
+        if not self.inputs.dense:
+            return None
+        if batch.dense.dim() != 2 or batch.dense.shape[1] != self.inputs.dense:
+            raise ValueError(f"expected dense features [B, {self.inputs.dense}], got {tuple(batch.dense.shape)}")
+        return ((batch.dense - self.dense_mean) / self.dense_std).clamp(-DENSE_LIMIT, DENSE_LIMIT)
+
+
+class TokenConfig(Widths, Protocol):
+    """What a configuration says of tokens."""
+
+    @property
+    def time_scale(self) -> float:
+        """Seconds; below it, time gaps look alike."""
+
+    @property
+    def dropout(self) -> float:
+        """Probability, on tokens."""
+
+
+class TokenRanker(Ranker):
+    """A ranker that reads features, events and the candidate as tokens of one width."""
+
+    def __init__(self, config: TokenConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
+        super().__init__(inputs, device=device)
+        self.time_scale = config.time_scale
+        with self.place:
+            self.features = FeatureEncoder(config, inputs)
+            self.events = nn.ModuleDict({s.name: EventEncoder(s, config, inputs) for s in inputs.sources})
+            self.dropout = Dropout(config.dropout)
+
+    def history(self, source: str, rows: Rows, batch: BatchLike) -> History:
+        """The events of one source as tokens [T, d], with where they stand."""
+        sequence = pick(batch.sequences, source, "sequence")
+        rank, age, gap = place_events(sequence, batch.time, self.time_scale)
+        tokens = self.dropout(self.events[source](rows, sequence, age, gap))
+        return History(tokens=tokens, offsets=sequence.offsets, max_len=sequence.max_len, rank=rank, age=age)
+
+    def candidate(self, source: str, rows: Rows, x: Tensor) -> Tensor:
+        """The candidate as an event of the source, [B, 1, d]; [B, 0, d], like X, where it shares no column with it."""
+        encoder = self.events[source]
+        assert isinstance(encoder, EventEncoder)
+        candidate = encoder.candidate(rows)
+        return x[:, :0] if candidate is None else self.dropout(candidate)[:, None]
