@@ -13,19 +13,19 @@ import warnings
 from typing import Any
 
 import torch
-from gem_data import Schema, SourceUnavailable
+from gem_data import SourceUnavailable
 from gem_lowprec import Conversion, Recipe, convert, get_recipe
-from gem_model import GEM, ModelInputs, Source, Table
+from gem_model import GEM
 from gem_model.roles import roles
 from gem_parallel import ParallelModel, RowWiseAdagrad, Runtime, parallelize
 from torch import nn
 
 from gem_train import data as data_source
-from gem_train.config import InputsConfig, OptimConfig, RunConfig
-from gem_train.config.tree import suggest
+from gem_train.config import OptimConfig, RunConfig
 from gem_train.data import Data
 from gem_train.errors import UserError, user_errors
 from gem_train.events import Events
+from gem_train.inputs import model_inputs
 from gem_train.metrics import peak_flops
 from gem_train.progress import Progress
 from gem_train.run_dir import RunDir
@@ -91,33 +91,6 @@ def assemble(
         )
     )
     return data, trainer
-
-
-def model_inputs(schema: Schema, config: InputsConfig, *, max_history: int) -> ModelInputs:
-    """What a batch of `schema` offers the model: one table per id column, shared by the history and the candidate.
-
-    Raises ValueError for an excluded name that is no column, or one that cannot be left out.
-    """
-    known = [c.name for c in schema.columns]
-    for name in config.exclude:
-        if name not in known:
-            raise ValueError(
-                f"exclude names {name!r}, which is no column{suggest(name, known)}; there are {', '.join(known)}"
-            )
-        if name in schema.dense_columns:
-            raise ValueError(f"exclude names {name!r}, a dense feature of the candidate: those come as one block")
-    ids = tuple(name for name in schema.sequence_ids if name not in config.exclude)
-    floats = tuple((name, size) for name, size in schema.sequence_floats.items() if name not in config.exclude)
-    sparse = tuple(name for name in schema.sparse if name not in config.exclude)
-    source = Source(name=schema.source, ids=tuple((n, n) for n in ids), floats=floats, max_len=max_history)
-    used = {*ids, *sparse}
-    return ModelInputs(
-        tables=tuple(Table(name=n, rows=rows, dim=config.table_dim) for n, rows in schema.tables.items() if n in used),
-        sources=(source,) if max_history else (),
-        sparse=tuple((n, n) for n in sparse),
-        dense=schema.dense_width,
-        tasks=schema.task_names,
-    )
 
 
 def adamw(model: ParallelModel, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:

@@ -68,6 +68,14 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def data(arguments: argparse.Namespace) -> int:
+    """Build a log or look at one."""
+    from gem_train.cli import data as actions
+
+    code: int = getattr(actions, arguments.action)(arguments)
+    return code
+
+
 def doctor(arguments: argparse.Namespace) -> int:
     """Examine the installation; 1 if something does not fit."""
     from gem_train.doctor import examine, render

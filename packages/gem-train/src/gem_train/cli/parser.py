@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from gem_train.__about__ import __version__
 
@@ -40,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     report = verb("report", "make a run's report.html again")
     report.add_argument("run", metavar="RUN", help="a run folder")
 
+    _data(verb("data", "build and look at event logs"), common)
+
     doctor = verb("doctor", "say what is installed, whether it fits together, and what would run where")
     doctor.add_argument("--json", action="store_true", help="the same as JSON")
     return top
@@ -57,3 +60,57 @@ def _recipe(command: argparse.ArgumentParser) -> None:
         default=[],
         help="change a setting, e.g. optim.lr=1e-3; repeatable",
     )
+
+
+def _data(command: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    from gem_train.preparing import SOURCES
+
+    actions = command.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, text: str, epilog: str | None = None) -> argparse.ArgumentParser:
+        return actions.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=epilog,
+            parents=[common],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    listed = "\n".join(f"  {name:<16}{kind.about}" for name, kind in SOURCES.items())
+    prepare = action("prepare", "build a log of a source, in bounded memory", f"sources:\n{listed}")
+    prepare.add_argument("source", metavar="SOURCE", help="see below")
+    prepare.add_argument("paths", metavar="PATH", nargs="*", help="the source's folder; files, folders or patterns")
+    prepare.add_argument("--schema", metavar="FILE", type=Path, help="files: what the columns mean, TOML or JSON")
+    prepare.add_argument(
+        "--format", metavar="NAME", help="files: parquet, arrow, csv, tsv or jsonl (default: by suffix)"
+    )
+    prepare.add_argument("--rename", metavar="FROM=TO", action="append", help="files: a column's name; repeatable")
+    prepare.add_argument("--names", metavar="A,B,...", help="files: column names of text files without a header")
+    prepare.add_argument("--variant", metavar="NAME", help="kuairand: pure, 1k (default) or 27k")
+    _build(prepare)
+
+    make = action("make", "build a log of simulated impressions with a known best possible NE")
+    make.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="events=1000000, seed=1, drift=0.5, ..."
+    )
+    _build(make)
+
+    inspect = action("inspect", "say what a log holds: schema, counts, label rates, lengths, rejects")
+    inspect.add_argument("log", metavar="LOG", help="the folder of a log")
+    inspect.add_argument("--json", action="store_true", help="the same as JSON")
+    inspect.add_argument("--verify", action="store_true", help="read every file whole and compare its SHA-256")
+
+
+def _build(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", metavar="LOG", required=True, help="the folder of the log")
+    command.add_argument("--memory", metavar="SIZE", default="2GiB", help="stay within it, about (default: 2GiB)")
+    command.add_argument("--threads", metavar="N", type=int, default=2, help="default: 2")
+    command.add_argument(
+        "--vocabulary-until",
+        metavar="SECONDS",
+        type=int,
+        help="learn vocabularies from events up to this time alone, so that later keys are unseen as in production",
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace a log that is there")
+    command.add_argument("--restart", action="store_true", help="throw away what another, interrupted build left")

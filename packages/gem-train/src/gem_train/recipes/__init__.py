@@ -18,7 +18,11 @@ from gem_train.config.tree import suggest
 from gem_train.errors import UserError
 
 GROUP = "gem_train.recipes"
-BUILT_IN = ("ml100k", "synthetic")  # there also in a source tree that is not installed and so has no entry points
+BUILT_IN = (
+    "log",
+    "ml100k",
+    "synthetic",
+)  # there also in a source tree that is not installed and so has no entry points
 
 
 def names() -> list[str]:

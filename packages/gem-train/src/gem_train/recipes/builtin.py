@@ -29,3 +29,14 @@ def synthetic() -> RunConfig:
         optim=OptimConfig(lr=3e-3, sparse_lr=0.05, warmup_steps=20),
         train=TrainConfig(epochs=2, eval_every=100, checkpoint_every=100),
     )
+
+
+def log() -> RunConfig:
+    """A log of your own, built by `gem-train data prepare`: --set data.path=FOLDER."""
+    return RunConfig(
+        data=DataConfig(source="log", path="log", batch_size=512, max_history=100),
+        inputs=InputsConfig(table_dim=32),
+        model=preset("small"),
+        optim=OptimConfig(lr=1e-3, weight_decay=0.1, sparse_lr=0.05, warmup_steps=100),
+        train=TrainConfig(epochs=1, eval_every=200, checkpoint_every=200),
+    )
