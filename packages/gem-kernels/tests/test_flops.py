@@ -47,6 +47,19 @@ def test_blocks():
     assert cost.backward_bytes == 7 * 259 * 4 * 2
 
 
+def test_norms_read_and_write_every_tensor_once():
+    plain = flops.norm(10, 8)
+    assert (plain.forward_flops, plain.backward_flops) == (0, 0)
+    assert plain.forward_bytes == (80 + 80) * 2 + 8 * 4  # x, y; weight
+    assert plain.backward_bytes == (80 + 80 + 80) * 2 + (8 + 8) * 4  # x, dy, dx; weight and its gradient
+    full = flops.norm(10, 8, layer=True, residual=True, element_size=4, weight_size=2)
+    assert full.forward_bytes == 4 * 80 * 4 + 2 * 8 * 2
+    assert full.backward_bytes == 4 * 80 * 4 + 4 * 8 * 2
+    assert flops.norm(10, 8, weight=False).forward_bytes == 320
+    with pytest.raises(ValueError, match="must not be negative; got -1 and 8"):
+        flops.norm(-1, 8)
+
+
 def test_errors():
     with pytest.raises(ValueError, match="must not be negative; got -1"):
         flops.pairs([3, -1])

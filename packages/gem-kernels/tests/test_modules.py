@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gem_kernels.nn import GDPA, PMA, JaggedAttention, NormLinear, RMSNorm
+from gem_kernels.nn import GDPA, PMA, JaggedAttention, LayerNorm, NormLinear, RMSNorm
 from gem_kernels.rotary import rote_positions
 from gem_kernels.testing import loop_attention, loop_rope, offsets_of, relative_error
 
@@ -29,6 +29,18 @@ def test_rms_norm():
     assert relative_error(norm(x), expected) < 1e-14
     half = RMSNorm(16)(x.bfloat16())
     assert half.dtype == torch.bfloat16
+
+
+def test_layer_norm():
+    norm = LayerNorm(16, eps=1e-3).double()
+    torch.nn.init.uniform_(norm.weight)
+    torch.nn.init.uniform_(norm.bias)
+    x = tokens(4)
+    centred = x - x.mean(-1, keepdim=True)
+    expected = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-3) * norm.weight + norm.bias
+    assert relative_error(norm(x), expected) < 1e-14
+    assert LayerNorm(16)(x.bfloat16()).dtype == torch.bfloat16
+    assert isinstance(norm, torch.nn.LayerNorm)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])

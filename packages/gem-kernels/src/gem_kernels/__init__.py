@@ -10,6 +10,7 @@ from gem_kernels.block_attention import block_attention
 from gem_kernels.dispatch import why
 from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
+from gem_kernels.norms import layer_norm, qk_norm, rms_norm
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 
 __all__ = [
@@ -21,7 +22,10 @@ __all__ = [
     "gdpa",
     "jagged",
     "jagged_attention",
+    "layer_norm",
     "nn",
+    "qk_norm",
+    "rms_norm",
     "rope",
     "rote",
     "rote_positions",

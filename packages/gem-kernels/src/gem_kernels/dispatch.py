@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-OPERATORS = ("jagged_attention", "gdpa", "block_attention", "rotary")
+OPERATORS = ("jagged_attention", "gdpa", "block_attention", "rotary", "norms")
 REFERENCE = "reference"
 
 
@@ -32,7 +32,8 @@ class Problem:
     """What a backend must know to say whether it can run.
 
     `features` names what is asked for beyond the plain case: "bias", "causal", "window", "shared_q" (learned
-    queries), "grouped" (fewer key heads than query heads), "rope", "return_lse", "activation:<name>", "block:<size>".
+    queries), "grouped" (fewer key heads than query heads), "rope", "return_lse", "activation:<name>", "block:<size>",
+    "norm:<kind>", "residual", "swish". Where there are no heads, `head_dim` is the width of a row.
     """
 
     op: str

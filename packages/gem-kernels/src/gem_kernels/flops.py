@@ -131,3 +131,30 @@ def block_attention(
         forward_bytes=2 * q_bytes + kv_bytes,
         backward_bytes=3 * q_bytes + 2 * kv_bytes,
     )
+
+
+def norm(
+    rows: int,
+    width: int,
+    *,
+    layer: bool = False,
+    residual: bool = False,
+    weight: bool = True,
+    element_size: int = 2,
+    weight_size: int = 4,
+) -> Cost:
+    """Cost of one `rms_norm` or (`layer`) `layer_norm` of [rows, width]; no matrix products, so no FLOPs.
+
+    Bytes: forward reads x (and the residual) and writes y (and the sum); backward reads the normalised rows and dy (and
+    the sum's gradient) and writes dx, which is the residual's gradient too. Weight and bias are read in both passes and
+    their gradients written once; the partial sums of the gradients are not counted.
+    """
+    if min(rows, width) < 0:
+        raise ValueError(f"rows and width must not be negative; got {rows} and {width}")
+    tensor = rows * width * element_size
+    vectors = (weight + layer * weight) * width * weight_size
+    return Cost(
+        forward_flops=0,
+        forward_bytes=(4 if residual else 2) * tensor + vectors,
+        backward_bytes=(4 if residual else 3) * tensor + 2 * vectors,
+    )

@@ -10,12 +10,12 @@ import math
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gem_kernels.gdpa import gdpa
 from gem_kernels.gdpa.activations import check_activation
 from gem_kernels.jagged_attention import jagged_attention
+from gem_kernels.norms import layer_norm, rms_norm
 from gem_kernels.rotary import rope
 
 Window = tuple[int | None, int | None] | None
@@ -36,12 +36,22 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., C] in x's dtype."""
-        work = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(work), (self.dim,), self.weight.to(work), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, eps=self.eps)  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         """Shown in the module's repr."""
         return f"{self.dim}, eps={self.eps}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's LayerNorm over the last dim, by `layer_norm`: computed in float32 and returned in x's dtype."""
+
+    def __init__(self, dim: int, eps: float = 1e-5, *, device: torch.device | str | None = None) -> None:
+        super().__init__(dim, eps, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., C] in x's dtype."""
+        return layer_norm(x, self.weight, self.bias, eps=self.eps)  # type: ignore[return-value]
 
 
 class NormLinear(nn.Module):
@@ -65,7 +75,7 @@ class NormLinear(nn.Module):
         if norm == "rms":
             self.norm = RMSNorm(in_features, eps, device=device)
         else:
-            self.norm = nn.LayerNorm(in_features, eps, device=device)
+            self.norm = LayerNorm(in_features, eps, device=device)
         self.linear = nn.Linear(in_features, out_features, bias, device=device)
 
     def forward(self, x: Tensor) -> Tensor:

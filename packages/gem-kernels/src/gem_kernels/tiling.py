@@ -23,6 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 HALF = (torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (*HALF, torch.float32)
 
 
 @triton.jit
@@ -117,11 +118,16 @@ def padded_dim(head_dim: int) -> int:
 
 
 def applies(problem: dispatch.Problem) -> tuple[bool, str]:
-    """Which problems the portable kernels take."""
-    if problem.dtype not in (*HALF, torch.float32):
-        return False, f"the Triton kernels take float16, bfloat16 and float32; got {problem.dtype}"
-    if not 1 <= problem.head_dim <= 256:
+    """Which problems the portable attention kernels take."""
+    if problem.dtype in KERNEL_DTYPES and not 1 <= problem.head_dim <= 256:
         return False, f"the Triton kernels take head dimensions up to 256; got {problem.head_dim}"
+    return applies_to_dtype(problem)
+
+
+def applies_to_dtype(problem: dispatch.Problem) -> tuple[bool, str]:
+    """Whether the portable kernels take this dtype on this device, whatever the width."""
+    if problem.dtype not in KERNEL_DTYPES:
+        return False, f"the Triton kernels take float16, bfloat16 and float32; got {problem.dtype}"
     if problem.dtype == torch.bfloat16 and problem.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(problem.device)
         if torch.version.hip is None and major < 8:

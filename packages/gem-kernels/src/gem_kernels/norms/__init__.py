@@ -1,0 +1,218 @@
+"""Norms at memory speed: RMSNorm and LayerNorm, per head too, with a residual added before and a gate after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_kernels import dispatch
+from gem_kernels.checks import FLOATS
+from gem_kernels.norms import reference
+
+__all__ = ["layer_norm", "qk_norm", "rms_norm"]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    swish: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Divide every row by its root mean square; over the last dim C, in float32 (float64 for float64)::
+
+        h = x + residual                                     rounded to x's dtype, and returned too
+        n = h / sqrt(mean(h^2) + eps) * weight
+        y = n      or, with `swish`,      y = h * sigmoid(n)
+
+    Args:
+        x: [..., C] float16, bfloat16, float32 or float64. Views with a dense last dim are read as they are: rows of a
+            wider tensor, or heads [T, H, D] of packed projections.
+        weight: [C] floating, of any of these dtypes; 1 if None.
+        eps: added to the mean square, positive.
+        residual: like x, added before the norm.
+        swish: gate h by the norm (SwishNorm) instead of returning the norm.
+        backend: "reference" or "triton"; None lets `dispatch` choose.
+
+    Returns:
+        y: [..., C] in x's dtype; with a residual (y, h), and gradients flow through both.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or eps that do not fit.
+        RuntimeError: the backend asked for cannot run this.
+
+    Source: Zhang and Sennrich, 2019; the gate: Swish (Ramachandran et al., 2017) of a normalised row.
+    """
+    return _norm(x, residual, weight, None, "rms", eps, swish, backend)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    swish: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As `rms_norm`, with n = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias and the biased variance.
+
+    Args:
+        bias: [C] floating, 0 if None; needs a weight.
+        others: see `rms_norm`.
+
+    Returns, raises: as `rms_norm`.
+
+    Source: Ba et al., 2016.
+    """
+    return _norm(x, residual, weight, bias, "layer", eps, swish, backend)
+
+
+def qk_norm(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """RMS-normalise every head of q [Tq, H, D] and k [Tk, Hkv, D], which bounds the scores of attention.
+
+    Args:
+        q, k: also views into packed projections.
+        q_weight, k_weight: [D], shared by the heads; 1 if None.
+        eps, backend: see `rms_norm`.
+
+    Returns:
+        The normalised q and k.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `rms_norm`, and for q and k that are not [T, H, D].
+
+    Source: Henry et al., 2020 (query-key normalisation), here by RMSNorm.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} must be [T, H, D]; got {tuple(x.shape)}")
+    return (
+        rms_norm(q, q_weight, eps=eps, backend=backend),  # type: ignore[return-value]
+        rms_norm(k, k_weight, eps=eps, backend=backend),
+    )
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    swish: bool,
+    backend: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    _check(x, residual, weight, bias, eps)
+    asked = {f"norm:{kind}": True, "residual": residual is not None, "swish": swish}
+    name = dispatch.choose("norms", x, backend, tuple(f for f, on in asked.items() if on))
+    if name == dispatch.REFERENCE:
+        y, total = reference.norm(x, residual, weight, bias, kind=kind, eps=float(eps), swish=swish)
+    else:
+        y, total = _forward(x, residual, weight, bias, kind, float(eps), swish, name)
+    return y if residual is None else (y, total)
+
+
+def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor; got {type(x).__name__}")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be float16, bfloat16, float32 or float64; got {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must be [..., C] with C at least 1; got {tuple(x.shape)}")
+    if eps <= 0:
+        raise ValueError(f"eps must be positive; got {eps}")
+    if residual is not None:
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            raise ValueError(
+                f"residual must be like x, {tuple(x.shape)} {x.dtype}; got {tuple(residual.shape)} {residual.dtype}"
+            )
+        if residual.device != x.device:
+            raise ValueError(f"residual must be on {x.device} with x; it is on {residual.device}")
+    if bias is not None and weight is None:
+        raise ValueError("a bias needs a weight")
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is None:
+            continue
+        if vector.dtype not in FLOATS:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64; got {vector.dtype}")
+        if vector.shape != x.shape[-1:]:
+            raise ValueError(f"{name} must be [{x.shape[-1]}], as wide as x; got {tuple(vector.shape)}")
+        if vector.device != x.device:
+            raise ValueError(f"{name} must be on {x.device} with x; it is on {vector.device}")
+
+
+@torch.library.custom_op("gem_kernels::norm", mutates_args=())
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    swish: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return dispatch.module("norms", backend).forward(x, residual, weight, bias, kind, eps, swish)
+
+
+@_forward.register_fake
+def _(x, residual, *_rest):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else (0,))
+
+
+@torch.library.custom_op("gem_kernels::norm_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    swish: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return dispatch.module("norms", backend).backward(dy, dtotal, total, weight, bias, kind, eps, swish)
+
+
+@_backward.register_fake
+def _(dy, dtotal, total, weight, bias, *_rest):  # type: ignore[no-untyped-def]
+    dweight, dbias = (total.new_empty(0) if v is None else v.new_empty(v.shape) for v in (weight, bias))
+    return total.new_empty(total.shape), dweight, dbias
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, residual, weight, bias, *ctx.rest = inputs
+    ctx.residual = residual is not None
+    ctx.save_for_backward(output[1] if ctx.residual else x, weight, bias)
+    ctx.set_materialize_grads(False)  # a sum that nobody uses costs no zeros
+
+
+def _autograd(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, ...]:
+    total, weight, bias = ctx.saved_tensors
+    dy = torch.zeros_like(total) if dy is None else dy
+    dx, dweight, dbias = _backward(dy, dtotal if ctx.residual else None, total, weight, bias, *ctx.rest)
+    return (
+        dx,
+        dx if ctx.residual else None,
+        None if weight is None else dweight,
+        None if bias is None else dbias,
+        *(None,) * 4,
+    )
+
+
+_forward.register_autograd(_autograd, setup_context=_setup)

@@ -1,0 +1,255 @@
+"""Norms of rows in portable Triton: one pass over memory forward and one backward.
+
+A program holds whole rows, C columns padded to CP (a power of two), in registers as float32. The backward pass
+recomputes the statistics from the rows that it must read anyway, so nothing is saved for it. Gradients of weight and
+bias are summed in two stages of fixed order: program p adds up its own run of rows, then a second kernel adds up the
+programs. How many programs there are depends on the shape alone, so that the bits are the same on every card.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem_kernels import dispatch, tiling
+from gem_kernels.tiling import CompileCase, Tile, launch, load_rows, rows_of, signature, store_rows, strides
+
+__all__ = ["applies", "backward", "compile_cases", "forward"]
+
+MAX_WIDTH = 8192
+PARTS = 512  # programs of a backward pass at most, and rows of the first stage's result
+
+
+@triton.jit
+def _at(rows, heads, row, head):
+    """Element offsets of rows t * heads + h in a [T, H, C] tensor."""
+    return rows // heads * row + rows % heads * head
+
+
+@triton.jit
+def _vector(base, C: tl.constexpr, CP: tl.constexpr):
+    dim = tl.arange(0, CP)
+    return tl.load(base + dim, mask=dim < C, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _normalise(x, C: tl.constexpr, CP: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr):
+    """Float32 rows [BM, CP], zero from C on -> the normalised rows, also zero there, and 1 / deviation [BM, 1]."""
+    if LAYER:
+        mean = tl.sum(x, axis=1) / C
+        x = tl.where((tl.arange(0, CP) < C)[None, :], x - mean[:, None], 0.0)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / C + EPS)[:, None]
+    return x * inverse, inverse
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(
+    x_ptr, residual_ptr, weight_f32, bias_f32, y_ptr, total_ptr,
+    x_row, x_head, residual_row, residual_head, rows, heads,
+    C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
+    SWISH: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inside = row < rows
+    x = load_rows(x_ptr, _at(row, heads, x_row, x_head), inside, 1, C, CP, True).to(tl.float32)
+    if RESIDUAL:
+        at = _at(row, heads, residual_row, residual_head)
+        x += load_rows(residual_ptr, at, inside, 1, C, CP, True).to(tl.float32)
+        rounded = x.to(total_ptr.dtype.element_ty)  # what is normalised is the sum that the caller gets
+        store_rows(total_ptr, rounded, row, inside, C, C, CP)
+        x = rounded.to(tl.float32)
+    y, _ = _normalise(x, C, CP, EPS, LAYER)
+    if WEIGHT:
+        y *= _vector(weight_f32, C, CP)
+    if BIAS:
+        y += _vector(bias_f32, C, CP)
+    if SWISH:
+        y = x * tl.sigmoid(y)
+    store_rows(y_ptr, y, row, inside, C, C, CP)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _backward_kernel(
+    x_ptr, dy_ptr, dtotal_ptr, weight_f32, bias_f32, dx_ptr, parts_f32,
+    x_row, x_head, dy_row, dy_head, dtotal_row, dtotal_head, rows, heads, tiles,
+    C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
+    SWISH: tl.constexpr, DTOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    if WEIGHT:
+        weight = _vector(weight_f32, C, CP)
+        dweight = tl.zeros((BM, CP), tl.float32)
+    if BIAS:
+        bias = _vector(bias_f32, C, CP)
+        dbias = tl.zeros((BM, CP), tl.float32)
+    for i in range(tiles):
+        row = (part * tiles + i) * BM + tl.arange(0, BM)
+        inside = row < rows
+        x = load_rows(x_ptr, _at(row, heads, x_row, x_head), inside, 1, C, CP, True).to(tl.float32)
+        dy = load_rows(dy_ptr, _at(row, heads, dy_row, dy_head), inside, 1, C, CP, True).to(tl.float32)
+        normal, inverse = _normalise(x, C, CP, EPS, LAYER)
+        dx = tl.zeros((BM, CP), tl.float32)
+        if DTOTAL:
+            at = _at(row, heads, dtotal_row, dtotal_head)
+            dx += load_rows(dtotal_ptr, at, inside, 1, C, CP, True).to(tl.float32)
+        if SWISH:  # y = x sigmoid(a): x is a factor itself, and a carries the rest
+            a = normal
+            if WEIGHT:
+                a = a * weight
+            if BIAS:
+                a = a + bias
+            open_ = tl.sigmoid(a)
+            dx += dy * open_
+            dy = dy * x * open_ * (1.0 - open_)
+        if BIAS:
+            dbias += dy
+        if WEIGHT:
+            dweight += dy * normal
+            dy = dy * weight
+        along = tl.sum(dy * normal, axis=1)[:, None] / C
+        d = dy - normal * along
+        if LAYER:
+            d -= tl.sum(dy, axis=1)[:, None] / C
+        store_rows(dx_ptr, dx + d * inverse, row, inside, C, C, CP)
+    dim = tl.arange(0, CP)
+    if WEIGHT:
+        tl.store(parts_f32 + part * ((1 + BIAS) * C) + dim, tl.sum(dweight, axis=0), mask=dim < C)
+    if BIAS:
+        tl.store(parts_f32 + part * (2 * C) + C + dim, tl.sum(dbias, axis=0), mask=dim < C)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _sum_kernel(
+    parts_f32, dweight_f32, dbias_f32, parts, C: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """The second stage: column sums of [parts, 1 or 2, C], the first into dweight, the second into dbias."""
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    columns: tl.constexpr = (1 + BIAS) * C
+    total = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, parts, BM):
+        part = first + tl.arange(0, BM)
+        mask = (part < parts)[:, None] & (column < columns)[None, :]
+        total += tl.load(parts_f32 + part.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    summed = tl.sum(total, axis=0)
+    tl.store(dweight_f32 + column, summed.to(dweight_f32.dtype.element_ty), mask=column < C)
+    if BIAS:
+        mask = (column >= C) & (column < columns)
+        tl.store(dbias_f32 + column - C, summed.to(dbias_f32.dtype.element_ty), mask=mask)
+
+
+def applies(problem: dispatch.Problem) -> tuple[bool, str]:
+    """Which problems these kernels take: `head_dim` is the width of a row."""
+    if problem.head_dim > MAX_WIDTH:
+        return False, f"the Triton norms keep a row in registers, at most {MAX_WIDTH} wide; got {problem.head_dim}"
+    return tiling.applies_to_dtype(problem)
+
+
+def tile(width: int, backward: bool) -> Tile:
+    """Rows of a program and its warps: at least 2048 elements (forward 4096), 16 (32) of them for a thread. Untimed."""
+    columns = max(16, triton.next_power_of_2(width))
+    rows = max(1, (2048 if backward else 4096) // columns)
+    warps = min(16, max(4, rows * columns // (512 if backward else 1024)))
+    return Tile(bm=rows, bn=columns, warps=warps, stages=1)
+
+
+def _rows(*tensors: Tensor) -> tuple[list[Tensor], int]:
+    """Views [T, H, C] of equally shaped [..., C] tensors, H = 1 where all of them have evenly spaced rows; and H."""
+    width = tensors[0].shape[-1]
+    views = []
+    for x in tensors:
+        x = x if x.dim() > 2 else x.reshape(-1, 1, width)
+        views.append(rows_of(x.flatten(0, -3)))
+    heads = views[0].shape[1]
+    if heads > 1 and all(x.stride(0) == heads * x.stride(1) for x in views):
+        views = [x.flatten(0, 1).unsqueeze(1) for x in views]
+    return views, max(1, views[0].shape[1])
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    swish: bool,
+) -> tuple[Tensor, Tensor]:
+    """y like x, and x + residual (nothing, [0], without a residual)."""
+    width = x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
+    views, heads = _rows(x) if residual is None else _rows(x, residual)
+    rows = x.numel() // width
+    t = tile(width, False)
+    launch(
+        _forward_kernel, triton.cdiv(rows, t.bm), x.device, t,
+        views[0], views[-1], x if weight is None else weight, x if bias is None else bias, y, total,
+        *strides(views[0], views[-1]), rows, heads,
+        C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish, RESIDUAL=residual is not None,
+        WEIGHT=weight is not None, BIAS=bias is not None,
+    )  # fmt: skip
+    return y, total
+
+
+def backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    swish: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the sum, of weight and of bias ([0] for what there is not)."""
+    width = total.shape[-1]
+    dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+    views, heads = _rows(total, dy) if dtotal is None else _rows(total, dy, dtotal)
+    rows = total.numel() // width
+    t = tile(width, True)
+    tiles = triton.cdiv(rows, t.bm)
+    each = triton.cdiv(tiles, PARTS)
+    parts = triton.cdiv(tiles, each) if tiles else 0
+    vectors = (weight is not None) + (bias is not None)
+    sums = torch.empty(parts * vectors * width, dtype=torch.float32, device=total.device)
+    launch(
+        _backward_kernel, parts, total.device, t,
+        views[0], views[1], views[-1], total if weight is None else weight, total if bias is None else bias, dx, sums,
+        *strides(views[0], views[1], views[-1]), rows, heads, each,
+        C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish, DTOTAL=dtotal is not None,
+        WEIGHT=weight is not None, BIAS=bias is not None,
+    )  # fmt: skip
+    dweight, dbias = (
+        torch.empty(0 if v is None else width, dtype=total.dtype if v is None else v.dtype, device=total.device)
+        for v in (weight, bias)
+    )
+    if vectors:
+        last = Tile(bm=32, bn=64, stages=1)
+        launch(
+            _sum_kernel, triton.cdiv(vectors * width, last.bn), total.device, last,
+            sums, dweight, dbias, parts, C=width, BIAS=bias is not None, BM=last.bm, BN=last.bn,
+        )  # fmt: skip
+    return dx, dweight, dbias
+
+
+def compile_cases() -> list[CompileCase]:
+    """Both passes at a head's width, a usual width, one that is no power of two, and the widest."""
+    cases = []
+    for kind, width, swish in (("rms", 128, False), ("rms", 512, False), ("layer", 384, True), ("layer", 8192, False)):
+        layer = kind == "layer"
+        shared = {"C": width, "EPS": 1e-6, "LAYER": layer, "SWISH": swish, "WEIGHT": True, "BIAS": layer}
+        for name, kernel, extra in (
+            ("forward", _forward_kernel, {"RESIDUAL": True}),
+            ("backward", _backward_kernel, {"DTOTAL": True}),
+        ):
+            t = tile(width, name == "backward")
+            constants: dict[str, object] = {**shared, **extra, "CP": t.bn, "BM": t.bm}
+            types, divisible = signature(kernel, "bf16", constants)
+            title = f"norms {kind}{' swish' if swish else ''} {name} bf16 c{width}"
+            cases.append(CompileCase(title, kernel, types, constants, t, divisible))
+    constants = {"C": 512, "BIAS": True, "BM": 32, "BN": 64}
+    types, divisible = signature(_sum_kernel, "bf16", constants)
+    cases.append(CompileCase("norms sums c512", _sum_kernel, types, constants, Tile(bm=32, bn=64, stages=1), divisible))
+    return cases
