@@ -39,7 +39,7 @@ class Heads(nn.Module):
         """[B, N, d] and standardised dense features [B, F] -> logits [B, K] float32."""
         x = self.norm(x.flatten(1))
         hidden = [self.dropout(F.gelu(self.hidden[task](x))) for task in self.tasks]
-        with _float32(x.device.type):
+        with float32(x.device.type):
             logits = torch.cat([self.out[task](h.float()) for task, h in zip(self.tasks, hidden, strict=True)], dim=1)
             if self.wide is not None:
                 assert dense is not None
@@ -57,7 +57,7 @@ class Heads(nn.Module):
             self.out[task].bias.fill_(value)  # type: ignore[operator, union-attr]
 
 
-def _float32(device: str) -> AbstractContextManager[object]:
+def float32(device: str) -> AbstractContextManager[object]:
     """No autocast inside; "meta" knows of none."""
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 

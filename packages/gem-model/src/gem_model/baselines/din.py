@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from gem_model.batch import BatchLike
 from gem_model.config import ModelInputs, Source
 from gem_model.dropout import Dropout
-from gem_model.embed import Rows, Tables, pick, sum_pool
-from gem_model.heads import log_loss, rate_logits
+from gem_model.embed import Rows, pick, sum_pool
+from gem_model.heads import rate_logits
+from gem_model.ranker import Ranker
 from gem_model.sequence import place_events
 
 
@@ -67,20 +68,14 @@ class Interest(nn.Module):
         return sum_pool(weight * events, offsets)
 
 
-class DIN(nn.Module):
-    """``DIN(DinConfig(), inputs)(batch)`` -> logits [B, K]: an MLP of interests, sparse features and dense features.
-
-    Trained like GEM: it has the same ``loss``, ``init_bias`` and tables.
-    """
+class DIN(Ranker):
+    """``DIN(DinConfig(), inputs)(batch)`` -> logits [B, K]: an MLP of interests, sparse features and dense features."""
 
     def __init__(self, config: DinConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        self.inputs = inputs
-        device = torch.device(device or "cpu")
-        with torch.device(device):
-            self.tables = Tables(inputs, device=device)
+        super().__init__(inputs, device=device)
+        self.config = config
+        with self.place:
             self.interests = nn.ModuleList(Interest(s, config, inputs) for s in inputs.sources)
-            self.dense_norm = nn.BatchNorm1d(inputs.dense, affine=False) if inputs.dense else None
             sizes = [
                 sum(s.event_width(inputs.table_dim) for s in inputs.sources)
                 + len(inputs.sparse) * inputs.table_dim
@@ -93,18 +88,26 @@ class DIN(nn.Module):
             self.mlp = nn.Sequential(*layers)
             self.out = nn.Linear(sizes[-1], len(inputs.tasks))
 
+    def reset_parameters(self) -> None:
+        """Draw every parameter but the tables' again, and forget the dense features' statistics."""
+        super().reset_parameters()
+        for module in (*self.interests.modules(), *self.mlp.modules(), self.out):
+            if isinstance(module, (nn.Linear, nn.PReLU)):
+                module.reset_parameters()
+
     def forward(self, batch: BatchLike) -> Tensor:
         """Logits [B, K] float32."""
         rows = self.tables(batch)
         parts = [interest(rows, batch) for interest in self.interests]
         parts += [rows.pooled[feature] for feature, _ in self.inputs.sparse]
-        if self.dense_norm is not None:
-            parts.append(self.dense_norm(batch.dense))
+        dense = self.dense(batch)
+        if dense is not None:
+            parts.append(dense)
         return self.out(self.mlp(torch.cat(parts, dim=1))).float()
 
-    def loss(self, logits: Tensor, batch: BatchLike) -> Tensor:
-        """As :meth:`gem_model.GEM.loss`."""
-        return log_loss(logits, batch.labels, batch.label_mask, batch.weights)
+    def units(self) -> list[str]:
+        """The MLP alone: what is below is small."""
+        return ["mlp"]
 
     @torch.no_grad()
     def init_bias(self, rates: Sequence[float] | Tensor) -> None:
