@@ -68,6 +68,13 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def plan(arguments: argparse.Namespace) -> int:
+    """Choose a layout; 1 if none fits."""
+    from gem_train.cli.plan import plan
+
+    return plan(_config(arguments), arguments)
+
+
 def data(arguments: argparse.Namespace) -> int:
     """Build a log or look at one."""
     from gem_train.cli import data as actions

@@ -41,6 +41,22 @@ def parser() -> argparse.ArgumentParser:
     report = verb("report", "make a run's report.html again")
     report.add_argument("run", metavar="RUN", help="a run folder")
 
+    plan = verb("plan", "choose a layout for a recipe on a machine, before there is one; 1 if nothing fits")
+    _recipe(plan)
+    plan.add_argument(
+        "--topology",
+        metavar="FILE",
+        help="TOML of the machine, or the name of an example such as h200-host (default: this machine)",
+    )
+    plan.add_argument("--gpus", metavar="N", type=int, help="devices to use (default: all of the machine)")
+    plan.add_argument("--batch", metavar="N", type=int, help="samples per device (default: data.batch_size / devices)")
+    plan.add_argument("--profile", metavar="FILE", help="TOML of measured rates, instead of assumed ones")
+    plan.add_argument("--spec", metavar="FILE", help="also write what the planner was told of the model, as TOML")
+    plan.add_argument(
+        "--inexact", action="store_true", help="also consider copies of tables that are averaged now and then (v2)"
+    )
+    plan.add_argument("--json", action="store_true", help="the plan as JSON")
+
     _data(verb("data", "build and look at event logs"), common)
 
     doctor = verb("doctor", "say what is installed, whether it fits together, and what would run where")

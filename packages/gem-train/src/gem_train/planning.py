@@ -1,0 +1,156 @@
+"""A configuration as gem_parallel's planner sees it: FLOPs, parameters, activations and tables, without the weights.
+
+FLOPs, lengths of the histories and ids per sample are averages over rows of the training split; parameters are counted
+on a model without memory ("meta"). What the backward pass keeps is an estimate (`activations`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+from gem_data import Collator, JaggedBatch
+from gem_model import GEM, GemConfig, ModelInputs
+from gem_model.flops import unit_flops
+from gem_model.roles import roles
+from gem_parallel import LayerSpec, ModelSpec, TableSpec
+from gem_parallel.layout import Layout
+
+from gem_train.config import RunConfig
+from gem_train.data import Data
+from gem_train.inputs import model_inputs
+
+SAMPLES = 1024  # training rows that stand for all of them
+# Bytes of a kept element. Under autocast the residual stream and the norms stay float32, the rest is bfloat16.
+KEPT_BYTES = {"fp32": 4.0, "bf16": 3.0}
+INPUTS = "inputs"  # the unit that holds what belongs to none: embeddings to tokens
+
+
+def describe_model(config: RunConfig, data: Data, *, precision: str) -> ModelSpec:
+    """The model of `config` on `data`; `precision` is "fp32" or "bf16" (autocast, parameters stay float32)."""
+    inputs = model_inputs(data.schema, config.inputs, max_history=config.data.max_history)
+    batch = sample(data, config.data.max_history)
+    count = batch.batch_size
+    lengths = {s.name: batch.sequences[s.name].offsets.diff().tolist() for s in inputs.sources}
+    units = [*(f"layers.{i}" for i in range(config.model.layers)), "heads"]
+    flops = dict.fromkeys([INPUTS, *units], 0.0)
+    for part, n in unit_flops(config.model, inputs, lengths, batch_size=count).items():
+        flops[part if part in flops else INPUTS] += n / count
+    params = parameters(config.model, inputs, units)
+    means = {name: float(np.mean(n)) for name, n in lengths.items()}
+    kept = activations(config.model, inputs, means)
+    return ModelSpec(
+        name=config.recipe,
+        layers=tuple(
+            LayerSpec(
+                name=name,
+                flops=flops[name],
+                params=params[name],
+                activation_bytes=kept[name] * KEPT_BYTES[precision],
+            )
+            for name in flops
+        ),
+        tables=tables(inputs, batch),
+        gather_bytes=4,  # autocast computes in bfloat16, but gathers float32 parameters
+        input_bytes=_bytes(batch) / count,
+    )
+
+
+def sample(data: Data, max_history: int) -> JaggedBatch:
+    """Rows from all over the training split, with their histories."""
+    rows = data.split.train
+    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(SAMPLES, len(rows))).astype(np.int64))]
+    return Collator(data.log, max_history=max_history)(chosen)
+
+
+def parameters(config: GemConfig, inputs: ModelInputs, units: list[str]) -> dict[str, int]:
+    """Dense parameters of each unit, and of what belongs to none; nothing is allocated."""
+    model = GEM(config, inputs, device="meta")
+    role, found = roles(model), dict.fromkeys([INPUTS, *units], 0)
+    for name, parameter in model.named_parameters():
+        if role[name] != "table":
+            found[next((u for u in units if name.startswith(f"{u}.")), INPUTS)] += parameter.numel()
+    return found
+
+
+def tables(inputs: ModelInputs, batch: JaggedBatch) -> tuple[TableSpec, ...]:
+    """The embedding tables, with the ids that a sample of `batch` looks up in each on average."""
+    ids = dict.fromkeys([t.name for t in inputs.tables], 0)
+    for source in inputs.sources:
+        for _, table in source.ids:
+            ids[table] += int(batch.sequences[source.name].offsets[-1])
+    for feature, table in inputs.sparse:
+        ids[table] += batch.sparse[feature].values.numel()
+    return tuple(
+        TableSpec(
+            name=t.name,
+            rows=t.rows,
+            dim=t.dim,
+            pooling=ids[t.name] / batch.batch_size,
+            pooled=t.name not in inputs.sequence_tables,
+        )
+        for t in inputs.tables
+    )
+
+
+def activations(c: GemConfig, inputs: ModelInputs, lengths: Mapping[str, float]) -> dict[str, float]:
+    """Numbers that each unit keeps of one sample for its backward pass, an estimate.
+
+    Counted are the inputs of the matrix products and norms and what attention keeps (q, k, v, output); not the scores,
+    which the kernels compute again, nor temporaries. `lengths` are mean events of a sample by source.
+    """
+    d, ff = c.width, c.ff_hidden
+    dense_hidden = c.n_dense * d if inputs.dense else 0
+    kept = {INPUTS: len(inputs.sparse) * (inputs.table_dim + 2 * d) + 3.0 * dense_hidden}
+    for source in inputs.sources:
+        kept[INPUTS] += lengths[source.name] * (2 * source.event_width(inputs.table_dim) + d)
+    n_in = len(inputs.sparse) + (c.n_dense if inputs.dense else 0)
+    for layer in range(c.layers):
+        total, n = float(c.n_sum * 5 * d + n_in * d) if inputs.sources else 0.0, n_in
+        for source in inputs.sources:
+            n_cls = c.n_sum + bool(inputs.candidate_columns(source))
+            n_summary = n_cls + c.pma_queries + c.recent
+            n += n_summary
+            event = 2 * d + 5 * ff  # PFFN: norm's input and output, gate, up, silu, product, its cast
+            event += 2 * d if c.pffn_tokens else 0
+            event += 2 * d + (6 * d if c.events_attend(layer) else 3 * d)  # norm; q, k rotated and not, v, output
+            event += 4 * d if c.pma_queries else 0
+            total += lengths[source.name] * event
+            total += n_cls * 5 * d + n_summary * 6 * d + c.pffn_tokens * 3 * d + c.pma_queries * 3 * d
+        hidden = c.interaction_hidden * d
+        total += n * (3 * d + 2 * c.interaction_rank) + d * c.interaction_rank + 2 * hidden + 2 * c.n_tokens * d
+        kept[f"layers.{layer}"] = total
+        n_in = c.n_tokens
+    kept["heads"] = 2.0 * c.n_tokens * d + len(inputs.tasks) * 3 * c.head_hidden
+    return kept
+
+
+def settings(layout: Layout) -> list[str]:
+    """The layout as `--set` assignments of `gem-train run`."""
+    found = {
+        "parallel.shard_group": layout.fsdp,
+        "parallel.table_strategy": layout.strategy,
+        "parallel.table_copies": layout.table_copies,
+        "parallel.table_copies_inside": str(layout.copies_inside).lower(),
+        "parallel.table_sync_every": layout.sync_every,
+    }
+    return [f"{key}={value}" for key, value in found.items()]
+
+
+def as_toml(spec: ModelSpec) -> str:
+    """The description as TOML: what `python -m gem_parallel.planner` reads, to be edited by hand."""
+    tree = dataclasses.asdict(spec)
+    return tomli_w.dumps(tree | {key: list(tree[key]) for key in ("layers", "tables")})
+
+
+def _bytes(value: Any) -> int:
+    """Of all tensors in a batch."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(_bytes(v) for v in value.values())
+    return sum(_bytes(v) for v in vars(value).values()) if hasattr(value, "__dict__") else 0

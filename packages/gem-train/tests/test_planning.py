@@ -1,0 +1,174 @@
+"""What the planner is told of a recipe's model, and the command that asks it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from gem_model import GEM, ModelInputs, Source, Table, preset
+from gem_model.flops import batch_flops
+from gem_model.roles import roles
+from gem_model.testing import random_batch
+from gem_parallel import ModelSpec, start
+from gem_train.cli import main
+from gem_train.config import RunConfig, override, to_toml
+from gem_train.data import open_data
+from gem_train.inputs import model_inputs
+from gem_train.planning import INPUTS, activations, as_toml, describe_model, sample
+from gem_train.testing import tiny_config
+
+HOST = """
+device = "Card"
+device_memory = {memory}
+memory_gbps = 4800.0
+host_memory = 2000000000000
+[[tiers]]
+name = "nvlink"
+size = 4
+bandwidth_gbps = 450.0
+latency_us = 3.0
+"""
+
+
+@pytest.fixture(scope="module")
+def described(cache):
+    config = tiny_config(cache, "model.layers=2")
+    with start("cpu") as runtime:
+        data = open_data(config.data, runtime)
+    return config, data, describe_model(config, data, precision="fp32")
+
+
+def test_parameters_and_flops_are_those_of_the_model_itself(described):
+    config, data, spec = described
+    inputs = model_inputs(data.schema, config.inputs, max_history=config.data.max_history)
+    model = GEM(config.model, inputs)
+    role = roles(model)
+    dense = sum(p.numel() for name, p in model.named_parameters() if role[name] == "dense")
+    assert spec.dense_params == dense
+    assert spec.table_params == sum(t.rows * t.dim for t in inputs.tables)
+    for layer in spec.layers:
+        if layer.name != INPUTS:
+            assert layer.params == sum(p.numel() for p in model.get_submodule(layer.name).parameters())
+    assert [layer.name for layer in spec.layers] == [INPUTS, *model.units()]
+
+    batch = sample(data, config.data.max_history)
+    lengths = {s.name: batch.sequences[s.name].offsets.diff().tolist() for s in inputs.sources}
+    assert spec.flops == pytest.approx(batch_flops(config.model, inputs, lengths) / batch.batch_size)
+
+
+def test_tables_know_how_many_ids_a_sample_looks_up(described):
+    config, data, spec = described
+    rows = sample(data, config.data.max_history).sample_ids.numpy()
+    assert len(np.unique(rows)) == len(rows) > 500
+    events = data.log.history_lengths(rows, config.data.max_history).mean()
+    tables = {t.name: t for t in spec.tables}
+    assert tables["item"].pooling == pytest.approx(events + 1)  # the history's and the candidate's own
+    assert tables["action"].pooling == pytest.approx(events)
+    assert tables["segment"].pooling == 1
+    assert [tables[n].pooled for n in ("item", "segment")] == [False, True]
+    assert spec.input_bytes > 8 * events * 3  # three ids an event, int64
+
+
+def test_the_description_survives_as_toml(described, tmp_path):
+    spec = described[2]
+    (tmp_path / "model.toml").write_text(as_toml(spec))
+    assert ModelSpec.from_toml(tmp_path / "model.toml") == spec
+
+
+@pytest.mark.parametrize(("name", "length"), [("tiny", 20), ("small", 40), ("small", 5)])
+def test_the_estimate_of_kept_activations_is_near_what_autograd_keeps(name, length):
+    """Measured on the reference kernels, which also keep attention's scores: a little more than is estimated."""
+    inputs = ModelInputs(
+        tables=(Table(name="item", rows=100, dim=16), Table(name="segment", rows=9, dim=16)),
+        sources=(Source(name="events", ids=(("item", "item"),), floats=(("price", 2),), max_len=length),),
+        sparse=(("item", "item"), ("segment", "segment")),
+        dense=7,
+        tasks=("a", "b"),
+    )
+    config, count = preset(name, dropout=0.0), 8
+    model = GEM(config, inputs)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(t):
+        if t.is_floating_point() and t.untyped_storage().data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        model(random_batch(inputs, count, lengths={"events": [length] * count}, single_valued=True))
+    measured = sum(t.untyped_storage().nbytes() / 4 for t in kept.values()) / count
+    estimated = sum(activations(config, inputs, {"events": float(length)}).values())
+    assert 0.6 < estimated / measured < 1.25
+
+
+def test_large_models_are_described_without_their_memory(described):
+    config, data, _ = described
+    large = dataclasses.replace(config, model=preset("large"))
+    large = override(large, ["inputs.table_dim=4096"])
+    spec = describe_model(large, data, precision="bf16")
+    assert spec.dense_params > 3e8
+    assert sum(u.activation_bytes for u in spec.units) > 1e6
+
+
+# The command.
+
+
+@pytest.fixture
+def recipe(cache, tmp_path):
+    file = tmp_path / "tiny.toml"
+    file.write_text(to_toml(tiny_config(cache)))
+    return str(file)
+
+
+def test_plan_prints_a_layout_and_how_to_run_it(recipe, tmp_path, capsys):
+    host = tmp_path / "host.toml"
+    host.write_text(HOST.format(memory=80_000_000_000))
+    arguments = ["plan", "--config", recipe, "--topology", str(host), "--spec", str(tmp_path / "model.toml")]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "tiny on 4 x Card, 8 samples per device" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("run it")]
+    assert line.split()[2:6] == ["gem-train", "run", "--config", recipe]
+    config = override(RunConfig(), [a for a in line.split()[6:] if a != "--set"])
+    assert config.parallel.shard_group in (1, 2, 4)
+    assert config.parallel.table_strategy != "v2"  # which computes something else than one process
+    assert ModelSpec.from_toml(tmp_path / "model.toml").name == "tiny"
+
+    assert main([*arguments, "--gpus", "2", "--batch", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["world"], found["batch"]) == (2, 64)
+
+
+def test_nothing_fits_is_exit_code_1(recipe, tmp_path, capsys):
+    host = tmp_path / "host.toml"
+    host.write_text(HOST.format(memory=1_000_000_000))
+    assert main(["plan", "--config", recipe, "--topology", str(host)]) == 1
+    said = capsys.readouterr()
+    assert "no layout of tiny fits on 4 x Card" in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--topology", "h300-host"], "no example of that name: cluster-4096, h200-host"),
+        (["--topology", "h200-host", "--gpus", "9", "--batch", "1"], "world must be in 1..8"),
+        (["--topology", "h200-host", "--gpus", "3"], "3 devices can't share evenly"),
+        (["--topology", "h200-host", "--profile", "absent.toml"], "absent.toml"),
+        (["--set", "inputs.exclude=usr"], "did you mean 'user'"),
+    ],
+)
+def test_mistakes_in_a_plan_are_one_line(recipe, arguments, says, capsys):
+    assert main(["plan", "--config", recipe, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.startswith("gem-train: error: ")
+
+
+def test_this_machine_is_planned_for_where_no_other_is_named(recipe, capsys):
+    assert main(["plan", "--config", recipe, "--gpus", "1"]) == 0
+    assert "tiny on 1 x" in capsys.readouterr().out
