@@ -60,6 +60,17 @@ def test_norms_read_and_write_every_tensor_once():
         flops.norm(-1, 8)
 
 
+def test_jagged_helpers_move_rows():
+    recent = flops.most_recent([2, 0, 7], k=3, width=4)
+    assert recent.forward_bytes == (5 + 9) * 8  # 2 + 0 + 3 rows read, 3 sequences of 3 written
+    assert recent.backward_bytes == (5 + 9) * 8  # 9 rows of values
+    joined = flops.jagged_concat([2, 0], [1, 3], width=4, element_size=4)
+    assert joined.forward_bytes == joined.backward_bytes == 2 * 6 * 16
+    added = flops.jagged_add([2, 0, 7], width=4, bias_size=4)
+    assert added.forward_bytes == 2 * 9 * 8 + 3 * 16
+    assert added.backward_bytes == 9 * 8 + 3 * 16
+
+
 def test_errors():
     with pytest.raises(ValueError, match="must not be negative; got -1"):
         flops.pairs([3, -1])

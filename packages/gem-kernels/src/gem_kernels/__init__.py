@@ -12,6 +12,7 @@ from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
 from gem_kernels.norms import layer_norm, qk_norm, rms_norm
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
+from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
 
 __all__ = [
     "Rope",
@@ -21,8 +22,12 @@ __all__ = [
     "flops",
     "gdpa",
     "jagged",
+    "jagged_add",
     "jagged_attention",
+    "jagged_concat",
+    "jagged_split",
     "layer_norm",
+    "most_recent",
     "nn",
     "qk_norm",
     "rms_norm",

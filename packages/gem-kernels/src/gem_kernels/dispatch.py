@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-OPERATORS = ("jagged_attention", "gdpa", "block_attention", "rotary", "norms")
+OPERATORS = ("jagged_attention", "gdpa", "block_attention", "rotary", "norms", "sequences")
 REFERENCE = "reference"
 
 

@@ -158,3 +158,29 @@ def norm(
         forward_bytes=(4 if residual else 2) * tensor + vectors,
         backward_bytes=(4 if residual else 3) * tensor + 2 * vectors,
     )
+
+
+def most_recent(lengths: Lengths, *, k: int, width: int, element_size: int = 2) -> Cost:
+    """Cost of one `most_recent`: forward reads the rows that are kept and writes k of every sequence; backward reads
+    the kept rows' gradients and writes those of all rows. Offsets are not counted, here and below.
+    """
+    n = _as_lengths("lengths", lengths)
+    row = width * element_size
+    kept = int(np.minimum(n, k).sum()) * row
+    return Cost(forward_flops=0, forward_bytes=kept + n.size * k * row, backward_bytes=kept + int(n.sum()) * row)
+
+
+def jagged_concat(a_lengths: Lengths, b_lengths: Lengths, *, width: int, element_size: int = 2) -> Cost:
+    """Cost of one `jagged_concat` or `jagged_split`: every row is read and written once, in both passes."""
+    rows = int(_as_lengths("a_lengths", a_lengths).sum() + _as_lengths("b_lengths", b_lengths).sum())
+    moved = 2 * rows * width * element_size
+    return Cost(forward_flops=0, forward_bytes=moved, backward_bytes=moved)
+
+
+def jagged_add(lengths: Lengths, *, width: int, element_size: int = 2, bias_size: int = 2) -> Cost:
+    """Cost of one `jagged_add`: forward reads values and bias and writes the sum; backward reads the gradient, which is
+    that of the values too, and writes the bias's.
+    """
+    n = _as_lengths("lengths", lengths)
+    rows, vectors = int(n.sum()) * width * element_size, n.size * width * bias_size
+    return Cost(forward_flops=0, forward_bytes=2 * rows + vectors, backward_bytes=rows + vectors)
