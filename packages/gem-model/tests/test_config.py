@@ -29,6 +29,9 @@ def test_configuration_imports_no_torch():
         ({"window": 0}, "window must be at least 1"),
         ({"time_scale": 0.0}, "time_scale"),
         ({"ff_mult": 0.0}, "ff_mult"),
+        ({"experts": ("dcnv2",)}, "expert 'dcnv2' is unknown; did you mean 'dcn'"),
+        ({"cross_rank": 0}, "cross_rank must be at least 1"),
+        ({"pma_seeds": 8, "pma_queries": 0}, "pma_seeds 8 are pooled into pma_queries tokens"),
     ],
 )
 def test_config_names_what_is_wrong(changes, message):
@@ -39,6 +42,8 @@ def test_config_names_what_is_wrong(changes, message):
 def test_config_wants_ints():
     with pytest.raises(TypeError, match=r"layers must be an int, got 2.0"):
         GemConfig(layers=2.0)
+    with pytest.raises(TypeError, match=r"experts must be a tuple of kinds, got 'dcn'"):
+        GemConfig(experts="dcn")
 
 
 def test_config_is_frozen_and_keyword_only():

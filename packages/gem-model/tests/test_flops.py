@@ -13,6 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
         {},
         {"layers": 3, "self_attention_every": 2, "attention": "gdpa", "width": 24},
         {"pma_queries": 0, "recent": 0, "pffn_tokens": 0, "ff_mult": 1.5},
+        {"experts": ("wukong",), "layers": 2},
+        {"experts": ("dcn", "attention", "dcn"), "cross_rank": 5, "layers": 2},
+        {"pma_seeds": 7, "pma_queries": 3},
         {"n_sum": 3, "interaction_rank": 5, "interaction_hidden": 2, "n_dense": 3},
     ],
 )

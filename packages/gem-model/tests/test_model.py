@@ -12,6 +12,8 @@ VARIANTS = {
     "causal": {"causal": True, "rotary": "both"},
     "skip": {"layers": 3, "self_attention_every": 2, "rotary": "position"},
     "bare": {"pma_queries": 0, "recent": 0, "pffn_tokens": 0, "rotary": "none"},
+    "experts": {"experts": ("wukong", "dcn", "attention", "wukong"), "cross_rank": 4},
+    "seeds": {"pma_seeds": 5},
 }
 
 

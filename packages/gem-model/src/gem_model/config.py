@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 ATTENTIONS = ("softmax", "gdpa")
 ACTIVATIONS = ("identity", "relu", "relu2", "leaky_relu", "gelu", "gelu_tanh", "gelu_poly", "silu", "hardswish")
+EXPERTS = ("wukong", "dcn", "attention")
 ROTARIES = ("none", "position", "time", "both")
 TIME_GAPS = 2  # numbers that the model adds to each event: time to the request, time since the previous event
 
@@ -147,13 +148,18 @@ class GemConfig:
         n_tokens: N after the first layer, X in R^{N x d}; before it, N follows from the inputs.
         n_dense: tokens that the dense features become.
         n_sum: tokens of X_sum, the summary of the non-sequence tokens that the sequences see; also the CLS tokens.
-        pma_queries: learned queries that pool a history.
+        pma_queries: tokens that a history is pooled into by learned queries.
+        pma_seeds: learned queries of hierarchical seed pooling, whose answers become the pma_queries tokens; 0 asks the
+            history by pma_queries directly.
         recent: how many of the latest events enter the summary as they are.
         ff_mult: hidden size of the event's feed-forward network, in widths.
         pffn_tokens: key/value tokens made of X_sum for the personalised feed-forward network; 0 leaves it out.
         interaction_rank: k of Y in R^{N x k} in the factorisation machine block X (X^T Y).
         interaction_hidden: hidden size of that block's MLP, in widths.
         interaction_fm: how many of the N output tokens the factorisation machine block makes; the rest are linear.
+        experts: the interaction experts of each layer, by kind, whose outputs are added (DHEN): any number of "wukong",
+            "dcn" and "attention"; none of them is a single Wukong layer.
+        cross_rank: rank of the "dcn" expert's matrix in R^{N d x N d}.
         attention: "softmax", or "gdpa" (O = c act(Q K^T) V).
         activation: the act of gdpa, used by attention="gdpa" and by the personalised feed-forward network.
         window: an event sees itself and the ``window`` events on each side of it (only the earlier ones when
@@ -179,12 +185,15 @@ class GemConfig:
     n_dense: int = 4
     n_sum: int = 4
     pma_queries: int = 4
+    pma_seeds: int = 0
     recent: int = 4
     ff_mult: float = 2.0
     pffn_tokens: int = 8
     interaction_rank: int = 8
     interaction_hidden: int = 4
     interaction_fm: int = 8
+    experts: tuple[str, ...] = ()
+    cross_rank: int = 32
     attention: str = "softmax"
     activation: str = "silu"
     window: int | None = None
@@ -207,9 +216,10 @@ class GemConfig:
             "interaction_hidden",
             "head_hidden",
             "self_attention_every",
+            "cross_rank",
         ):
             _at_least(name, getattr(self, name), 1)
-        for name in ("pma_queries", "recent", "pffn_tokens"):
+        for name in ("pma_queries", "pma_seeds", "recent", "pffn_tokens"):
             _at_least(name, getattr(self, name), 0)
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
@@ -235,6 +245,15 @@ class GemConfig:
         for name, known in (("attention", ATTENTIONS), ("activation", ACTIVATIONS), ("rotary", ROTARIES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is {_known(getattr(self, name), known)}")
+        if isinstance(self.experts, str):
+            raise TypeError(f"experts must be a tuple of kinds, got {self.experts!r}")
+        for expert in self.experts:
+            if expert not in EXPERTS:
+                raise ValueError(f"expert {expert!r} is {_known(expert, EXPERTS)}")
+        if self.pma_seeds and not self.pma_queries:
+            raise ValueError(
+                f"pma_seeds {self.pma_seeds} are pooled into pma_queries tokens, which must be at least 1, got 0"
+            )
 
     @property
     def head_dim(self) -> int:

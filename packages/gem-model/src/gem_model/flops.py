@@ -70,11 +70,21 @@ def _layer(
         n += n_summary
         flops += _tower(c, counts[source.name], batch, n_cls, events_attend=c.events_attend(layer))
         flops += batch * n_summary * 2 * d * d  # gating
+    flops += sum(_expert(kind, c, batch, n) for kind in c.experts or ("wukong",))
+    return flops + batch * 2 * n * d * c.n_tokens  # proj
+
+
+def _expert(kind: str, c: GemConfig, batch: int, n: int) -> int:
+    """An interaction of ``n`` tokens, without its residual."""
+    d, mix = c.width, 2 * n * c.width * c.n_tokens
+    if kind == "dcn":
+        return batch * (2 * 2 * n * d * c.cross_rank + mix)
+    if kind == "attention":
+        return batch * (4 * 2 * n * d * d + 4 * d * n * n + mix)  # projections; Q K^T and P V
     hidden = c.interaction_hidden * d
-    flops += batch * 2 * (2 * n * d * c.interaction_rank)  # X^T Y and X (X^T Y)
-    flops += batch * (2 * n * c.interaction_rank * hidden + 2 * hidden * c.interaction_fm * d)
-    flops += batch * 2 * n * d * (c.n_tokens - c.interaction_fm + c.n_tokens)  # LCB and proj
-    return flops
+    flops = 2 * (2 * n * d * c.interaction_rank)  # X^T Y and X (X^T Y)
+    flops += 2 * n * c.interaction_rank * hidden + 2 * hidden * c.interaction_fm * d
+    return batch * (flops + 2 * n * d * (c.n_tokens - c.interaction_fm))  # LCB
 
 
 def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int, *, events_attend: bool) -> int:
@@ -90,9 +100,11 @@ def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int, *, events_a
     if events_attend:
         flops += events * 2 * 2 * d * d  # q and out
         flops += 4 * d * sum(visible_pairs(n, causal=c.causal, window=c.window) for n in lengths)
-    if c.pma_queries:
-        flops += events * 2 * 2 * d * d + batch * c.pma_queries * 2 * d * d  # kv and out
-        flops += 4 * d * c.pma_queries * events
+    if queries := c.pma_seeds or c.pma_queries:
+        flops += events * 2 * 2 * d * d + batch * queries * 2 * d * d  # kv and out
+        flops += 4 * d * queries * events
+    if c.pma_seeds:
+        flops += batch * c.pma_seeds * 2 * 2 * d * (d + c.pma_queries)  # the two Kronecker terms
     return flops
 
 

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import torch
-from gem_kernels.nn import PMA
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
+from gem_model.dhen import DHEN
 from gem_model.dropout import Dropout
 from gem_model.interaction import TokenMix, Wukong
-from gem_model.pooling import most_recent
+from gem_model.pooling import make_pool, most_recent
 from gem_model.sequence import History, SequenceLayer
 
 
@@ -50,7 +50,7 @@ class Tower(nn.Module):
         super().__init__()
         self.recent = config.recent
         self.sequence = SequenceLayer(config, events_attend=events_attend)
-        self.pma = PMA(config.width, config.pma_queries, config.heads, pre_norm=True) if config.pma_queries else None
+        self.pma = make_pool(config)
         self.norm = nn.LayerNorm(config.width)
         self.gating = Gating(config.width)
 
@@ -63,6 +63,20 @@ class Tower(nn.Module):
         if self.recent:
             parts.append(most_recent(history.tokens, history.offsets, self.recent).to(cls.dtype))
         return history, cls, self.gating(self.norm(torch.cat(parts, dim=1)))
+
+
+def interaction(n_in: int, config: GemConfig) -> nn.Module:
+    """[B, N, d] -> [B, n_tokens, d]: an ensemble of the experts that the configuration names, or a Wukong layer."""
+    if config.experts:
+        return DHEN(n_in, config)
+    return Wukong(
+        n_in,
+        config.n_tokens,
+        config.width,
+        n_fm=config.interaction_fm,
+        rank=config.interaction_rank,
+        hidden=config.interaction_hidden * config.width,
+    )
 
 
 class InterFormerLayer(nn.Module):
@@ -78,13 +92,8 @@ class InterFormerLayer(nn.Module):
         self.sources = list(cls_tokens)
         self.summary = Summary(n_in, config) if cls_tokens else None
         self.towers = nn.ModuleDict({source: Tower(config, events_attend=events_attend) for source in cls_tokens})
-        self.interaction = Wukong(
-            n_in + sum(c + config.pma_queries + config.recent for c in cls_tokens.values()),
-            config.n_tokens,
-            config.width,
-            n_fm=config.interaction_fm,
-            rank=config.interaction_rank,
-            hidden=config.interaction_hidden * config.width,
+        self.interaction = interaction(
+            n_in + sum(c + config.pma_queries + config.recent for c in cls_tokens.values()), config
         )
         self.dropout = Dropout(config.dropout)
 
