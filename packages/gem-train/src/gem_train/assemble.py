@@ -57,7 +57,7 @@ def assemble(
             gem.init_dense(*data_source.dense_statistics(data))
 
     with user_errors("lowprec"):
-        conversion = convert(gem, _recipe(config), seed=config.train.seed * 65_537 + runtime.rank)
+        conversion = convert(gem, lowprec_recipe(config), seed=config.train.seed * 65_537 + runtime.rank)
         _warn_if_nothing(conversion)
 
     with user_errors("parallel"):
@@ -137,7 +137,8 @@ def describe(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _recipe(config: RunConfig) -> Recipe:
+def lowprec_recipe(config: RunConfig) -> Recipe:
+    """The precision recipe that is asked for, with its changes. Raises ValueError for an unknown one."""
     recipe = get_recipe(config.lowprec.recipe)
     changes: dict[str, Any] = {}
     if config.lowprec.keep is not None:

@@ -63,9 +63,30 @@ def recipes(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the resolved configuration."""
+    """Print the resolved configuration, or what a run found."""
+    named = arguments.recipe
+    if named and named not in registry.names() and Path(named).is_dir():
+        from gem_train.cli import runs
+
+        if arguments.set or arguments.config:
+            raise UserError(f"{named} is a run folder, which --set and --config do not change")
+        return runs.show(named)
     print(to_toml(_config(arguments)), end="")
     return 0
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """List runs."""
+    from gem_train.cli import runs
+
+    return runs.ls(arguments)
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Check configuration files."""
+    from gem_train.cli import runs
+
+    return runs.validate(arguments)
 
 
 def plan(arguments: argparse.Namespace) -> int:

@@ -30,8 +30,15 @@ def parser() -> argparse.ArgumentParser:
         help="go on with the run in DIR from its latest checkpoint; RECIPE may be left out",
     )
 
-    show = verb("show", "print a recipe's configuration as TOML")
-    _recipe(show)
+    show = verb("show", "print a recipe's configuration as TOML, or what a run is and found")
+    _recipe(show, "RECIPE|RUN", "a recipe, or a run folder")
+
+    ls = verb("ls", "list the runs of a folder")
+    ls.add_argument("root", metavar="DIR", nargs="?", default="runs", help="default: runs")
+    ls.add_argument("--json", action="store_true", help="the same as JSON")
+
+    validate = verb("validate", "check configuration files without running them")
+    validate.add_argument("files", metavar="FILE", nargs="+", help="TOML, such as a run's config.toml")
 
     verb("recipes", "list the recipes")
 
@@ -64,8 +71,8 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _recipe(command: argparse.ArgumentParser) -> None:
-    command.add_argument("recipe", metavar="RECIPE", nargs="?", help="see `gem-train recipes`")
+def _recipe(command: argparse.ArgumentParser, name: str = "RECIPE", text: str = "see `gem-train recipes`") -> None:
+    command.add_argument("recipe", metavar=name, nargs="?", help=text)
     command.add_argument(
         "--config", metavar="FILE", help="a TOML file instead of a recipe, such as a run's config.toml"
     )
