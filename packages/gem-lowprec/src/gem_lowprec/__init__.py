@@ -1,5 +1,9 @@
 """Ultra-low precision training: MX formats, quantisers, recipes and FP8 modules."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from gem_lowprec.__about__ import __version__
 from gem_lowprec.convert import Conversion, Row, convert
 from gem_lowprec.formats import BF16, E2M1, E4M3, E5M2, Format, ScaleMode
@@ -23,6 +27,10 @@ from gem_lowprec.quantize import (
 from gem_lowprec.recipe import RECIPES, Recipe, Rule, get_recipe
 from gem_lowprec.report import Numerics, Watch, watch
 from gem_lowprec.rounding import Randoms, stochastic_round
+from gem_lowprec.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from gem_lowprec.fsdp import Gather, Gathers, quantize_gathers
 
 __all__ = [
     "BF16",
@@ -40,11 +48,14 @@ __all__ = [
     "RECIPES",
     "Conversion",
     "Format",
+    "Gather",
+    "Gathers",
     "LowPrecisionLinear",
     "Numerics",
     "Products",
     "QTensor",
     "QuantSpec",
+    "QuantizedWeight",
     "Randoms",
     "Recipe",
     "Row",
@@ -59,7 +70,16 @@ __all__ = [
     "hadamard",
     "low_precision_linear",
     "quantize",
+    "quantize_gathers",
     "random_signs",
     "stochastic_round",
     "watch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Gather", "Gathers", "quantize_gathers"):  # torch.distributed.fsdp is slow to import
+        from gem_lowprec import fsdp
+
+        return getattr(fsdp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

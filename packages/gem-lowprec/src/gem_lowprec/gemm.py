@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class Operand:
     value: Tensor
     role: str  # "input", "weight" or "grad_output"; names the tensor in reports
     randoms: Randoms | None = None  # stochastic rounding if given
+    quantized: QTensor | None = None  # set if the operand arrives quantised; `value` is then only its shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,10 @@ def product(
     """C[M, N] = A[M, K] B[N, K]^T in `precision`, as `dtype`.
 
     With `signs` [K], both operands go through the block random Hadamard transform along K before they are quantised.
-    `observe` is called with (role, the tensor that is quantised, its quantisation) for each operand.
+    `observe` is called with (role, the tensor that is quantised, its quantisation) for each operand. An operand that
+    arrives quantised as `precision` asks is used as it is and not observed; otherwise its dequantised values are used.
     """
+    a, b = _open(a, precision, signs), _open(b, precision, signs)
     spec_a, spec_b = spec_for(precision, a.role), spec_for(precision, b.role)
     # Autocast is off inside, as it would round the operands of a float32 GEMM to BF16.
     with torch.autocast(a.value.device.type, enabled=False):
@@ -105,10 +108,23 @@ def product(
         return _matmul(qa, qb, torch.bfloat16 if exact_in_bf16 else torch.float32, dtype)
 
 
+def _open(operand: Operand, precision: str, signs: Tensor | None) -> Operand:
+    """The operand, dequantised unless its quantisation is the one that is asked for."""
+    q = operand.quantized
+    if q is None:
+        return operand
+    # Square blocks are the same along either dimension.
+    if signs is None and q.spec == spec_for(precision, operand.role) and (q.dim == -1 or q.spec.symmetric):
+        return operand
+    return replace(operand, value=q.dequantize(), quantized=None)
+
+
 def _quantize(
     operand: Operand, spec: QuantSpec, signs: Tensor | None, block: int, observe: Observer | None
 ) -> QTensor:  # fmt: skip
     value = operand.value
+    if operand.quantized is not None:
+        return operand.quantized
     if signs is not None:
         value = hadamard(value.to(torch.float32), signs, block=block)
     q = quantize(value, spec, randoms=operand.randoms)

@@ -23,6 +23,7 @@ from gem_lowprec.gemm import PRECISIONS, Operand, product
 from gem_lowprec.hadamard import random_signs
 from gem_lowprec.quantize import QTensor
 from gem_lowprec.rounding import Randoms
+from gem_lowprec.weight import QuantizedWeight
 
 Observer = Callable[[str, str, Tensor, QTensor], None]  # product, role, what was quantised, its quantisation
 
@@ -100,13 +101,21 @@ class _Plan:
         return Operand(value=value, role="grad_output", randoms=randoms)
 
 
+def _weight(weight: Tensor, *, transposed: bool = False) -> Operand:
+    """W or W^T as an operand; one that arrived quantised keeps its bits."""
+    if isinstance(weight, QuantizedWeight):
+        q = weight.quantized.t() if transposed else weight.quantized
+        return Operand(value=q.data, role="weight", quantized=q)
+    return Operand(value=weight.t() if transposed else weight, role="weight")
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.plan, ctx.step, ctx.micro = plan, plan.clock.step, plan.clock.micro
         ctx.bias_dtype = None if bias is None else bias.dtype
-        a, b = Operand(value=x, role="input"), Operand(value=weight, role="weight")
+        a, b = Operand(value=x, role="input"), _weight(weight)
         out = plan.run("forward", a, b, ctx.step)
         return out if bias is None else out + bias.to(out.dtype)
 
@@ -119,7 +128,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             a = plan.gradient(grad, "dgrad", step, ctx.micro)
-            grad_x = plan.run("dgrad", a, Operand(value=weight.t(), role="weight"), step).to(x.dtype)
+            grad_x = plan.run("dgrad", a, _weight(weight, transposed=True), step).to(x.dtype)
         if ctx.needs_input_grad[1] and products.wgrad != "skip" and step % products.wgrad_every == 0:
             a = plan.gradient(grad.t(), "wgrad", step, ctx.micro)
             grad_weight = plan.run("wgrad", a, Operand(value=x.t(), role="input"), step).to(weight.dtype)

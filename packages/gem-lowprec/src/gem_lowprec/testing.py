@@ -1,0 +1,35 @@
+"""For tests: run a function of a test file on a few ranks of one machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(file: str, function: str, folder: Path, ranks: int = 2) -> None:
+    """Call `function(folder)` of the Python file `file` in `ranks` processes joined by gloo; raises what it raises.
+
+    A test file is no importable module, so the processes load it by path.
+    """
+    mp.spawn(_rank, args=(file, function, folder, ranks), nprocs=ranks)
+
+
+def _rank(rank: int, file: str, function: str, folder: Path, ranks: int) -> None:
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
+    )
+    try:
+        getattr(module, function)(folder)
+    finally:
+        dist.destroy_process_group()
