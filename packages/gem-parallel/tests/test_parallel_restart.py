@@ -1,4 +1,4 @@
-"""A rank that is killed: the others stop and name it, and torchrun's restart resumes from the checkpoint."""
+"""A rank that is killed: the others stop and name it, and the next launch resumes from the checkpoint."""
 
 from __future__ import annotations
 
@@ -90,16 +90,25 @@ def main(folder):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_again_and_resumes(tmp_path):
-    # Three: a restarted gloo sometimes meets "connection refused" where ports are reused, with plain torch as well.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+def test_a_job_whose_rank_was_killed_resumes_under_torchrun(tmp_path):
+    # Two launches: torchrun's own restart reuses ports, which gloo now and then finds refused (plain torch, too).
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    began = time.monotonic()
-    done = subprocess.run(
-        [*command, __file__, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=100, check=False
-    )
+
+    def launch():
+        return subprocess.run(
+            [*command, __file__, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=150,
+            check=False,
+        )
+
+    assert launch().returncode != 0
+    assert not (tmp_path / "final.pt").exists()
+    done = launch()
     assert done.returncode == 0, done.stderr[-3000:]
-    assert time.monotonic() - began < 90
     first, state = torch.load(tmp_path / "final.pt", weights_only=False)
     assert 0 < first <= DIES_AT  # the last save that was whole
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
