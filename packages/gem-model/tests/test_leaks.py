@@ -1,5 +1,7 @@
 """The leak self-test finds what it should, and neither GEM nor a baseline leaks when histories are strictly earlier."""
 
+import itertools
+
 import pytest
 import torch
 from gem_model import GEM, ModelInputs, Source, Table, preset
@@ -112,3 +114,47 @@ def test_a_test_that_cannot_fail_is_refused():
         find_leaks(lambda y: y.double(), time, outcomes, cuts=[3], perturb=lambda y: y)
     with pytest.raises(ValueError, match="not finite"):
         find_leaks(lambda y: y / torch.zeros(6), time, outcomes)
+
+
+def test_logs_of_gem_data_do_not_leak(tmp_path):
+    """The real way from events to scores: the log is built anew of other outcomes, with its streaming counters."""
+    gem_data = pytest.importorskip("gem_data")
+    pa = pytest.importorskip("pyarrow")
+    from gem_data.testing import small_events, small_schema
+
+    schema = small_schema()
+    table = small_events(80).sort_by([("user", "ascending"), ("time", "ascending")])  # the order of a log's rows
+    time = torch.tensor(table["time"].to_pylist())
+    actions = torch.tensor(table["action"].to_pylist())
+    versions = itertools.count()
+
+    def batch(actions):
+        place = table.column_names.index("action")
+        folder = tmp_path / str(next(versions))
+        gem_data.build_log(table.set_column(place, "action", pa.array(actions.numpy())), schema, folder)
+        return gem_data.Collator(gem_data.EventLog.open(folder), max_history=20)(list(range(len(time))))
+
+    assert torch.equal(batch(actions).time, time)
+    inputs = ModelInputs(
+        tables=tuple(Table(name=name, rows=rows, dim=8) for name, rows in schema.tables.items()),
+        sources=(
+            Source(
+                name=schema.source,
+                ids=tuple((name, name) for name in schema.sequence_ids),
+                floats=tuple(schema.sequence_floats.items()),
+                max_len=20,
+            ),
+        ),
+        sparse=tuple((name, name) for name in schema.sparse),
+        dense=schema.dense_width,
+        tasks=schema.task_names,
+    )
+    torch.manual_seed(0)
+    model = GEM(preset("tiny"), inputs).eval()
+    torch.nn.init.normal_(model.heads.wide.weight)  # so that the counters count from the start
+    with torch.no_grad():
+        assert_no_leak(lambda a: model(batch(a)), time, actions, perturb=lambda a: a % 3 + 1)
+        with pytest.raises(AssertionError, match="moved"):  # the rate of the whole log, which only its end knows
+            assert_no_leak(
+                lambda a: model(batch(a)) + (a == 3).float().mean(), time, actions, perturb=lambda a: a % 3 + 1
+            )
