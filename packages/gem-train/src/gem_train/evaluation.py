@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gem_train.errors import NonFiniteError
-from gem_train.metrics import binary_entropy, calibration_curve, sigmoid, summarize
+from gem_train.metrics import METRICS, binary_entropy, calibration_curve, resample, sigmoid, summarize
 
 HISTORY_EDGES = (0, 1, 5, 10, 20, 50, 100, 500, 2000)  # lower edges, in events
 TIME_SLICES = 5
@@ -89,6 +89,18 @@ def figures(predictions: Predictions, tasks: tuple[str, ...]) -> dict[str, dict[
     for k, task in enumerate(tasks):
         known = predictions.select(predictions.mask[:, k])
         result[task] = summarize(known.groups, known.labels[:, k], known.logits[:, k])
+    return result
+
+
+def intervals(
+    predictions: Predictions, tasks: tuple[str, ...], *, draws: int = 1000, level: float = 0.95
+) -> dict[str, dict[str, list[float]]]:
+    """[low, high] of each task's metrics by the bootstrap over users; NaN where there is none."""
+    result = {}
+    for k, task in enumerate(tasks):
+        known = predictions.select(predictions.mask[:, k])
+        low, high = resample(known.groups, known.labels[:, k], [known.logits[:, k]], draws=draws).interval(level)
+        result[task] = {m: [float(low[i, 0]), float(high[i, 0])] for i, m in enumerate(METRICS)}
     return result
 
 

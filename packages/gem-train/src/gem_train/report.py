@@ -13,7 +13,7 @@ from typing import Any
 from gem_train.config import to_toml
 from gem_train.events import read
 from gem_train.run_dir import RunDir, read_json
-from gem_train.table import COLUMNS, NAMES, above_the_best, cell, rows
+from gem_train.table import COLUMNS, NAMES, above_the_best, cell, interval, rows
 
 CSS = """
 :root { --ink: #1d2330; --soft: #667085; --line: #e3e6ec; --accent: #2563eb; --note: #fff7e0; }
@@ -76,11 +76,15 @@ def write_report(run: RunDir) -> Path:
 
 
 def _results(results: dict[str, Any]) -> str:
-    head = "<tr><th>task</th><th>predictor</th>" + "".join(f'<th class="n">{h}</th>' for _, h in COLUMNS) + "</tr>"
+    headings = [h for _, h in COLUMNS] + (["95% of NE"] if "intervals" in results else [])
+    head = "<tr><th>task</th><th>predictor</th>" + "".join(f'<th class="n">{h}</th>' for h in headings) + "</tr>"
     lines, before = [], None
     for task, name, figures in rows(results):
         classes = ("model " if name == NAMES["model"] else "") + ("first" if before not in (None, task) else "")
-        cells = "".join(f'<td class="n">{cell(figures.get(key))}</td>' for key, _ in COLUMNS)
+        values = [cell(figures.get(key)) for key, _ in COLUMNS]
+        if "intervals" in results:  # of the model alone; the baselines are there to be beaten by far
+            values.append(interval(results["intervals"][task]["ne"]) if name == NAMES["model"] else "")
+        cells = "".join(f'<td class="n">{value}</td>' for value in values)
         shown = html.escape(task) if task != before else ""
         lines.append(f'<tr class="{classes}"><td>{shown}</td><td>{html.escape(name)}</td>{cells}</tr>')
         before = task

@@ -20,7 +20,7 @@ from gem_train.assemble import assemble, describe
 from gem_train.config import RunConfig
 from gem_train.data import Data, without_history
 from gem_train.errors import UserError, user_errors
-from gem_train.evaluation import Predictions, calibration_curves, figures, slices
+from gem_train.evaluation import Predictions, calibration_curves, figures, intervals, slices
 from gem_train.events import Events, truncate
 from gem_train.progress import Progress
 from gem_train.run_dir import RunDir, new_path, read_json, write_json
@@ -111,6 +111,7 @@ def test(trainer: Trainer, data: Data) -> dict[str, Any] | None:
         "source": data.source,
         "notes": [*data.notes, *notes],
         "model": figures(predictions, tasks),
+        "intervals": intervals(predictions, tasks),  # 95 %, by 1000 bootstrap draws of users
         "baselines": baselines,
         "slices": slices(predictions, tasks),
         "calibration_curve": calibration_curves(predictions, tasks),

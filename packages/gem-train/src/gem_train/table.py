@@ -34,13 +34,17 @@ def results_table(results: dict[str, Any]) -> Table:
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("task")
     table.add_column("predictor")
-    for _, heading in COLUMNS:
+    for key, heading in COLUMNS:
         table.add_column(heading, justify="right")
+        if key == "ne" and "intervals" in results:
+            table.add_column("95% of NE", justify="right")
     before = None
     for task, name, figures in rows(results):
         if before not in (None, task):
             table.add_section()
         values = [cell(figures.get(key)) for key, _ in COLUMNS]
+        if "intervals" in results:
+            values.insert(1, interval(results["intervals"][task]["ne"]) if name == NAMES["model"] else "")
         table.add_row(task if task != before else "", name, *values, style="bold" if name == NAMES["model"] else None)
         before = task
     return table
@@ -52,6 +56,11 @@ def above_the_best(results: dict[str, Any]) -> str:
         f"{task}: the model's NE is {best['excess']:.2%} above the best possible"
         for task, best in results.get("optimal", {}).items()
     )
+
+
+def interval(ends: list[float | None]) -> str:
+    """ "0.9512 to 0.9601", or a dash where a figure has no interval."""
+    return "–" if cell(ends[0]) == "–" else f"{cell(ends[0])} to {cell(ends[1])}"
 
 
 def cell(value: float | None) -> str:

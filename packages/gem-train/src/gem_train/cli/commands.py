@@ -75,6 +75,13 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def diff(arguments: argparse.Namespace) -> int:
+    """Compare two runs."""
+    from gem_train.cli.diff import diff
+
+    return diff(arguments)
+
+
 def ls(arguments: argparse.Namespace) -> int:
     """List runs."""
     from gem_train.cli import runs

@@ -48,6 +48,14 @@ def parser() -> argparse.ArgumentParser:
     report = verb("report", "make a run's report.html again")
     report.add_argument("run", metavar="RUN", help="a run folder")
 
+    diff = verb("diff", "compare two runs on the same test samples: is the difference real?")
+    diff.add_argument("run_a", metavar="RUN_A", help="a tested run's folder")
+    diff.add_argument("run_b", metavar="RUN_B", help="another; differences are B - A")
+    diff.add_argument("--draws", metavar="N", type=int, default=1000, help="bootstrap draws of users (default: 1000)")
+    diff.add_argument("--level", metavar="SHARE", type=float, default=0.95, help="of the intervals (default: 0.95)")
+    diff.add_argument("--seed", metavar="N", type=int, default=0, help="of the draws (default: 0)")
+    diff.add_argument("--json", action="store_true", help="the same as JSON")
+
     plan = verb("plan", "choose a layout for a recipe on a machine, before there is one; 1 if nothing fits")
     _recipe(plan)
     plan.add_argument(

@@ -1,5 +1,6 @@
 """How good the predictions are (NE, AUC, GAUC, calibration) and how well the machine was used (MFU)."""
 
+from gem_train.metrics.bootstrap import METRICS, Draws, resample
 from gem_train.metrics.classification import (
     GroupedAuc,
     auc,
@@ -16,7 +17,9 @@ from gem_train.metrics.classification import (
 from gem_train.metrics.mfu import PEAK_TFLOPS, Mfu, model_flops_utilization, peak_flops
 
 __all__ = [
+    "METRICS",
     "PEAK_TFLOPS",
+    "Draws",
     "GroupedAuc",
     "Mfu",
     "auc",
@@ -29,6 +32,7 @@ __all__ = [
     "model_flops_utilization",
     "normalized_entropy",
     "peak_flops",
+    "resample",
     "sigmoid",
     "summarize",
 ]
