@@ -2,7 +2,7 @@ import subprocess
 import sys
 
 import pytest
-from gem_model import GemConfig, ModelInputs, Source, Table, preset
+from gem_model import GemConfig, ModelInputs, Source, Table, TowerConfig, preset
 from gem_model.presets import PRESETS
 
 ITEM = Table(name="item", rows=10, dim=8)
@@ -29,6 +29,9 @@ def test_configuration_imports_no_torch():
         ({"window": 0}, "window must be at least 1"),
         ({"time_scale": 0.0}, "time_scale"),
         ({"ff_mult": 0.0}, "ff_mult"),
+        ({"towers": (TowerConfig(source="a", layers=9),)}, "the tower of 'a' has 9 layers, the model only 2"),
+        ({"towers": (TowerConfig(source="a", width=10),)}, "the tower of 'a': width 10 is not a multiple of heads 4"),
+        ({"towers": (TowerConfig(source="a"),) * 2}, "towers: 'a' appears twice"),
         ({"experts": ("dcnv2",)}, "expert 'dcnv2' is unknown; did you mean 'dcn'"),
         ({"cross_rank": 0}, "cross_rank must be at least 1"),
         ({"pma_seeds": 8, "pma_queries": 0}, "pma_seeds 8 are pooled into pma_queries tokens"),
@@ -90,6 +93,7 @@ def test_inputs_name_what_is_wrong(changes, message):
         lambda: Table(name="a.b", rows=1, dim=1),
         lambda: Table(name="a", rows=0, dim=1),
         lambda: Source(name="e", ids=()),
+        lambda: TowerConfig(source="e", width=0),
         lambda: Source(name="e", ids=(("a", "t"),), floats=(("a", 1),)),
     ],
 )

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from gem_model import GEM, batch_flops, preset
+from gem_model import GEM, TowerConfig, batch_flops, preset
 from gem_model.flops import unit_flops, visible_pairs
 from gem_model.testing import example_inputs, random_batch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
         {"experts": ("wukong",), "layers": 2},
         {"experts": ("dcn", "attention", "dcn"), "cross_rank": 5, "layers": 2},
         {"pma_seeds": 7, "pma_queries": 3},
+        {"layers": 2, "towers": (TowerConfig(source="views", width=12, heads=1, layers=1),)},
+        {"layers": 2, "towers": tuple(TowerConfig(source=s, layers=1) for s in ("ratings", "views"))},
         {"n_sum": 3, "interaction_rank": 5, "interaction_hidden": 2, "n_dense": 3},
     ],
 )

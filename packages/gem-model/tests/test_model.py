@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from gem_model import GEM, GemConfig, preset
+from gem_model import GEM, GemConfig, TowerConfig, preset
 from gem_model.testing import example_inputs, random_batch
 
 VARIANTS = {
@@ -14,6 +14,14 @@ VARIANTS = {
     "bare": {"pma_queries": 0, "recent": 0, "pffn_tokens": 0, "rotary": "none"},
     "experts": {"experts": ("wukong", "dcn", "attention", "wukong"), "cross_rank": 4},
     "seeds": {"pma_seeds": 5},
+    "towers": {
+        "layers": 2,
+        "window": 2,
+        "towers": (
+            TowerConfig(source="views", width=8, heads=1, layers=1),
+            TowerConfig(source="ratings", width=24, window=0),
+        ),
+    },
 }
 
 
@@ -105,6 +113,22 @@ def test_source_without_the_candidate():
     batch = random_batch(inputs, 6)
     model.loss(model(batch), batch).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_towers_are_shaped_one_by_one():
+    model, inputs = build(**VARIANTS["towers"])
+    assert [list(layer.towers) for layer in model.layers] == [["ratings", "views"], ["ratings"]]
+    ratings, views = (model.layers[0].towers[name].sequence.attention for name in ("ratings", "views"))
+    assert (ratings.heads, ratings.head_dim, ratings.window) == (2, 12, None)
+    assert (views.heads, views.head_dim, views.window) == (1, 8, 2)
+    assert model.events["views"].linear.out_features == 8
+    with pytest.raises(ValueError, match="source 'view', which is unknown; did you mean 'views'"):
+        build(towers=(TowerConfig(source="view"),))
+    unread, _ = build(layers=1, towers=(TowerConfig(source="views", layers=0),))
+    batch = random_batch(inputs, 4, seed=3)
+    before = unread.eval()(batch)
+    batch.sequences["views"].ids["item"].add_(1).remainder_(50)
+    assert torch.equal(unread(batch), before)
 
 
 def test_longer_max_len_changes_nothing():

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gem_model.__about__ import __version__
-from gem_model.config import GemConfig, ModelInputs, Source, Table
+from gem_model.config import GemConfig, ModelInputs, Source, Table, TowerConfig
 from gem_model.flops import batch_flops
 from gem_model.presets import preset
 
@@ -26,6 +26,7 @@ __all__ = [
     "SequenceLike",
     "Source",
     "Table",
+    "TowerConfig",
     "__version__",
     "batch_flops",
     "preset",

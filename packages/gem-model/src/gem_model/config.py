@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ATTENTIONS = ("softmax", "gdpa")
 ACTIVATIONS = ("identity", "relu", "relu2", "leaky_relu", "gelu", "gelu_tanh", "gelu_poly", "silu", "hardswish")
@@ -138,6 +138,30 @@ class ModelInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """How the tower of one source differs from the model's shape; None is as in the model.
+
+    Args:
+        source: the source's name.
+        width: size of its events' tokens; what goes between the tower and the rest of the model is projected.
+        heads: its attention heads.
+        layers: it takes part in the first ``layers`` layers only.
+        window: as in :class:`GemConfig`, and 0 is everything.
+    """
+
+    source: str
+    width: int | None = None
+    heads: int | None = None
+    layers: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("width", 1), ("heads", 1), ("layers", 0), ("window", 0)):
+            if getattr(self, name) is not None:
+                _at_least(f"{name} of the tower of {self.source!r}", getattr(self, name), least)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GemConfig:
     """The shape of a GEM. ``d`` below is ``width``, ``N`` the number of non-sequence tokens.
 
@@ -171,6 +195,7 @@ class GemConfig:
         rotary: what rotates q and k: "position", "time" (ROTE: log(1 + dt / time_scale) to the request), "both" (half
             the heads each), "none".
         time_scale: seconds; below it, time gaps look alike.
+        towers: what is different for some sources.
         head_hidden: hidden size of each task's MLP.
         dropout: probability, on event tokens, non-sequence tokens and in the heads.
 
@@ -201,6 +226,7 @@ class GemConfig:
     self_attention_every: int = 1
     rotary: str = "time"
     time_scale: float = 60.0
+    towers: tuple[TowerConfig, ...] = ()
     head_hidden: int = 64
     dropout: float = 0.0
 
@@ -245,6 +271,16 @@ class GemConfig:
         for name, known in (("attention", ATTENTIONS), ("activation", ACTIVATIONS), ("rotary", ROTARIES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is {_known(getattr(self, name), known)}")
+        _no_duplicates("towers", [tower.source for tower in self.towers])
+        for tower in self.towers:
+            if tower.layers is not None and tower.layers > self.layers:
+                raise ValueError(
+                    f"the tower of {tower.source!r} has {tower.layers} layers, the model only {self.layers}"
+                )
+            try:
+                self.of(tower.source)
+            except ValueError as error:
+                raise ValueError(f"the tower of {tower.source!r}: {error}") from None
         if isinstance(self.experts, str):
             raise TypeError(f"experts must be a tuple of kinds, got {self.experts!r}")
         for expert in self.experts:
@@ -263,6 +299,26 @@ class GemConfig:
     def events_attend(self, layer: int) -> bool:
         """Whether the events attend to each other in this layer."""
         return layer % self.self_attention_every == 0
+
+    def of(self, source: str) -> GemConfig:
+        """The shape of one source's tower, as a configuration without ``towers``."""
+        changes: dict[str, int | None] = {}
+        for tower in self.towers:
+            if tower.source == source:
+                fields = {name: getattr(tower, name) for name in ("width", "heads", "window")}
+                changes = {name: value for name, value in fields.items() if value is not None}
+                if tower.window == 0:
+                    changes["window"] = None
+        return replace(self, towers=(), **changes)  # type: ignore[arg-type]
+
+    def sources_of(self, layer: int, sources: Iterable[str]) -> list[str]:
+        """Which of the sources take part in a layer; ValueError where a tower is of none of them."""
+        sources = list(sources)
+        depth = {tower.source: tower.layers for tower in self.towers}
+        for name in depth:
+            if name not in sources:
+                raise ValueError(f"a tower is of source {name!r}, which is {_known(name, sources)}")
+        return [s for s in sources if (limit := depth.get(s)) is None or layer < limit]
 
     @property
     def ff_hidden(self) -> int:

@@ -46,7 +46,7 @@ def unit_flops(
     parts = {"features": features}
     for source in inputs.sources:
         tokens = sum(counts[source.name]) + (batch if inputs.candidate_columns(source) else 0)
-        parts[f"events.{source.name}"] = 2 * tokens * source.event_width(inputs.table_dim) * d
+        parts[f"events.{source.name}"] = 2 * tokens * source.event_width(inputs.table_dim) * c.of(source.name).width
     n_in = len(inputs.sparse) + (c.n_dense if inputs.dense else 0)
     for layer in range(c.layers):
         parts[f"layers.{layer}"] = _layer(c, inputs, counts, batch, n_in, layer)
@@ -62,14 +62,20 @@ def _layer(
     """One InterFormer layer with ``n_in`` non-sequence tokens."""
     d = c.width
     flops, n = 0, n_in
-    if inputs.sources:
+    present = c.sources_of(layer, [s.name for s in inputs.sources])
+    if present:
         flops += batch * (2 * n_in * c.n_sum * d + 2 * c.n_sum * 2 * d * d)  # mix, then MLP and gating
     for source in inputs.sources:
+        if source.name not in present:
+            continue
+        tower = c.of(source.name)
         n_cls = c.n_sum + bool(inputs.candidate_columns(source))
         n_summary = n_cls + c.pma_queries + c.recent
         n += n_summary
-        flops += _tower(c, counts[source.name], batch, n_cls, events_attend=c.events_attend(layer))
-        flops += batch * n_summary * 2 * d * d  # gating
+        flops += _tower(tower, counts[source.name], batch, n_cls, events_attend=c.events_attend(layer))
+        flops += batch * n_summary * 2 * tower.width**2  # gating
+        if tower.width != d:
+            flops += batch * (c.n_sum + n_summary) * 2 * tower.width * d  # enter and leave
     flops += sum(_expert(kind, c, batch, n) for kind in c.experts or ("wukong",))
     return flops + batch * 2 * n * d * c.n_tokens  # proj
 

@@ -37,12 +37,18 @@ class GEM(TokenRanker):
     """
 
     def __init__(self, config: GemConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
-        super().__init__(config, inputs, device=device)
+        names = [s.name for s in inputs.sources]
+        super().__init__(config, inputs, towers={name: config.of(name) for name in names}, device=device)
         self.config = config
         with self.place:
             cls_tokens = {s.name: config.n_sum + bool(inputs.candidate_columns(s)) for s in inputs.sources}
             self.layers = nn.ModuleList(
-                InterFormerLayer(i, config.n_tokens if i else self.features.n_tokens, cls_tokens, config)
+                InterFormerLayer(
+                    i,
+                    config.n_tokens if i else self.features.n_tokens,
+                    {name: cls_tokens[name] for name in config.sources_of(i, names)},
+                    config,
+                )
                 for i in range(config.layers)
             )
             self.heads = Heads(config.n_tokens, config, inputs)

@@ -44,10 +44,16 @@ class Summary(nn.Module):
 
 
 class Tower(nn.Module):
-    """One source's part of a layer: its sequence layer, then S_sum = Gating([CLS || PMA(S) || K most recent])."""
+    """One source's part of a layer: its sequence layer, then S_sum = Gating([CLS || PMA(S) || K most recent]).
 
-    def __init__(self, config: GemConfig, *, events_attend: bool = True) -> None:
+    A tower of another width than the model's has two projections: ``enter`` for X_sum, ``leave`` for S_sum.
+    """
+
+    def __init__(self, config: GemConfig, width: int, *, events_attend: bool = True) -> None:
         super().__init__()
+        same = config.width == width
+        self.enter = nn.Identity() if same else nn.Linear(width, config.width)
+        self.leave = nn.Identity() if same else nn.Linear(config.width, width)
         self.recent = config.recent
         self.sequence = SequenceLayer(config, events_attend=events_attend)
         self.pma = make_pool(config)
@@ -55,14 +61,14 @@ class Tower(nn.Module):
         self.gating = Gating(config.width)
 
     def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor, Tensor]:
-        """-> history, CLS tokens [B, C, d], S_sum [B, C + pma_queries + recent, d]."""
+        """X_sum as it has entered -> history, CLS tokens [B, C, d], S_sum [B, C + pma_queries + recent, model's d]."""
         history, cls = self.sequence(history, cls, x_sum)
         parts = [cls]
         if self.pma is not None:
             parts.append(self.pma(history.tokens, history.offsets, history.max_len).to(cls.dtype))
         if self.recent:
             parts.append(most_recent(history.tokens, history.offsets, self.recent).to(cls.dtype))
-        return history, cls, self.gating(self.norm(torch.cat(parts, dim=1)))
+        return history, cls, self.leave(self.gating(self.norm(torch.cat(parts, dim=1))))
 
 
 def interaction(n_in: int, config: GemConfig) -> nn.Module:
@@ -91,7 +97,9 @@ class InterFormerLayer(nn.Module):
         events_attend = config.events_attend(index)
         self.sources = list(cls_tokens)
         self.summary = Summary(n_in, config) if cls_tokens else None
-        self.towers = nn.ModuleDict({source: Tower(config, events_attend=events_attend) for source in cls_tokens})
+        self.towers = nn.ModuleDict(
+            {source: Tower(config.of(source), config.width, events_attend=events_attend) for source in cls_tokens}
+        )
         self.interaction = interaction(
             n_in + sum(c + config.pma_queries + config.recent for c in cls_tokens.values()), config
         )
@@ -110,8 +118,10 @@ class InterFormerLayer(nn.Module):
         if self.summary is not None:
             x_sum = self.summary(x)
             for source in self.sources:
+                tower = self.towers[source]
+                entered = tower.enter(x_sum)  # type: ignore[operator]
                 if self.first:
-                    cls[source] = torch.cat((x_sum, cls[source]), dim=1)
-                histories[source], cls[source], s_sum = self.towers[source](histories[source], cls[source], x_sum)
+                    cls[source] = torch.cat((entered, cls[source]), dim=1)
+                histories[source], cls[source], s_sum = tower(histories[source], cls[source], entered)
                 tokens.append(s_sum)
         return self.dropout(self.interaction(torch.cat(tokens, dim=1))), histories, cls

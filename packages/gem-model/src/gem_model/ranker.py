@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -98,14 +98,23 @@ class TokenConfig(Widths, Protocol):
 
 
 class TokenRanker(Ranker):
-    """A ranker that reads features, events and the candidate as tokens of one width."""
+    """A ranker that reads features, events and the candidate as tokens; ``towers`` may give a source its own width."""
 
-    def __init__(self, config: TokenConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        config: TokenConfig,
+        inputs: ModelInputs,
+        *,
+        towers: Mapping[str, Widths] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__(inputs, device=device)
         self.time_scale = config.time_scale
         with self.place:
             self.features = FeatureEncoder(config, inputs)
-            self.events = nn.ModuleDict({s.name: EventEncoder(s, config, inputs) for s in inputs.sources})
+            self.events = nn.ModuleDict(
+                {s.name: EventEncoder(s, (towers or {}).get(s.name, config), inputs) for s in inputs.sources}
+            )
             self.dropout = Dropout(config.dropout)
 
     def history(self, source: str, rows: Rows, batch: BatchLike) -> History:
@@ -116,8 +125,12 @@ class TokenRanker(Ranker):
         return History(tokens=tokens, offsets=sequence.offsets, max_len=sequence.max_len, rank=rank, age=age)
 
     def candidate(self, source: str, rows: Rows, x: Tensor) -> Tensor:
-        """The candidate as an event of the source, [B, 1, d]; [B, 0, d], like X, where it shares no column with it."""
+        """The candidate as an event of the source, [B, 1, d]; [B, 0, d] where it shares no column with it."""
         encoder = self.events[source]
         assert isinstance(encoder, EventEncoder)
         candidate = encoder.candidate(rows)
-        return x[:, :0] if candidate is None else self.dropout(candidate)[:, None]
+        return (
+            x.new_zeros(x.shape[0], 0, encoder.linear.out_features)
+            if candidate is None
+            else self.dropout(candidate)[:, None]
+        )
