@@ -1,4 +1,4 @@
-"""`python -m gem_kernels.bench attention|gdpa`: measure a suite on this machine's GPU, print a table and write a
+"""`python -m gem_kernels.bench attention|gdpa|norms`: measure a suite on this machine's GPU, print a table and write a
 benchmark file.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gem_kernels.bench import cases, timing
+from gem_kernels.bench import cases, norms, timing
 
 
 def _commit() -> str:
@@ -57,9 +57,10 @@ def _without(words: list[str], *options: str) -> list[str]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
+    unit = "GB/s" if rows and rows[0]["unit"] == "gbps" else "TFLOP/s"
     lines = [
-        f"{'case':18s} {'pass':8s} {'op':16s} {'variant':24s} {'ms':>8s} {'TFLOP/s':>8s} {'of GEMM':>8s} "
-        f"{'of copy':>8s}  peers (TFLOP/s)"
+        f"{'case':18s} {'pass':8s} {'op':16s} {'variant':24s} {'ms':>8s} {unit:>8s} {'of GEMM':>8s} "
+        f"{'of copy':>8s}  peers ({unit})"
     ]
     shown: set[tuple[str, str]] = set()
     for r in rows:
@@ -67,8 +68,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
         peers = "" if group in shown else "  ".join(f"{n} {x:.0f}" for n, x in r["peers"].items())
         shown.add(group)
         lines.append(
-            f"{r['case']:18s} {r['pass']:8s} {r['op']:16s} {r['variant']:24s} {r['ms']:8.3f} {r['tflops']:8.1f} "
-            f"{r['of_gemm']:8.3f} {r['of_copy']:8.3f}  {peers}"
+            f"{r['case']:18s} {r['pass']:8s} {r['op']:16s} {r['variant']:24s} {r['ms']:8.3f} {r[r['unit']]:8.1f} "
+            f"{'' if r['of_gemm'] is None else format(r['of_gemm'], '.3f'):>8s} {r['of_copy']:8.3f}  {peers}"
         )
     return "\n".join(lines)
 
@@ -76,8 +77,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m gem_kernels.bench", description=__doc__)
-    parser.add_argument("suite", choices=("attention", "gdpa"))
-    parser.add_argument("--case", action="append", choices=cases.NAMES, help="may be repeated; all by default")
+    parser.add_argument("suite", choices=("attention", "gdpa", "norms"))
+    parser.add_argument("--case", action="append", help="may be repeated; all of the suite by default")
     parser.add_argument(
         "--pass", dest="passes", action="append", choices=("forward", "backward"), help="both by default"
     )
@@ -95,31 +96,48 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="recorded in the file; by default asked of git")
     parser.add_argument("--out", type=Path, help="write the benchmark file here")
     options = parser.parse_args(arguments)
+    names = norms.NAMES if options.suite == "norms" else cases.NAMES
+    unknown = set(options.case or ()) - set(names)
+    if unknown:
+        parser.error(f"{options.suite} has no case {', '.join(sorted(unknown))}; expected one of {', '.join(names)}")
     if not torch.cuda.is_available():
         print("the benchmarks need a GPU, and torch sees none", file=sys.stderr)
         return 2
-    from gem_kernels.bench import suite
 
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     found: dict[str, float] = {} if options.gate_only else timing.ceilings(device)
     print("ceilings:", {name: round(x, 2) for name, x in found.items()}, flush=True)
-    acts: list[str | None] = [None] if options.suite == "attention" else list(options.activation or ["silu"])
     rows: list[dict[str, Any]] = []
     begun = time.monotonic()
-    for name in options.case or cases.NAMES:
-        for act in acts:
-            rows += suite.measure(
-                cases.case(name), act, device, passes=tuple(options.passes or ("forward", "backward")),
-                only=options.variant, skip=tuple(options.skip), peer_names=tuple(options.peer),
-                rounds=options.rounds, rep=options.rep, ceilings=found, gate_only=options.gate_only,
-            )  # fmt: skip
-            print(f"{name} done after {time.monotonic() - begun:.1f} s", flush=True)
-            if rows and options.out:  # after every case: a run that is cut short leaves what it has
-                _write(options.out, options.suite, options.commit or _commit(), found, rows, arguments)
-            torch.cuda.empty_cache()
+    for name in options.case or names:
+        rows += _measure(options, name, device, found)
+        print(f"{name} done after {time.monotonic() - begun:.1f} s", flush=True)
+        if rows and options.out:  # after every case: a run that is cut short leaves what it has
+            _write(options.out, options.suite, options.commit or _commit(), found, rows, arguments)
+        torch.cuda.empty_cache()
     print(_table(rows))
     return 0
+
+
+def _measure(
+    options: argparse.Namespace, name: str, device: torch.device, found: dict[str, float]
+) -> list[dict[str, Any]]:
+    """The rows of one case of the suite."""
+    shared: dict[str, Any] = {
+        "passes": tuple(options.passes or ("forward", "backward")), "peer_names": tuple(options.peer),
+        "rounds": options.rounds, "rep": options.rep, "ceilings": found, "gate_only": options.gate_only,
+    }  # fmt: skip
+    if options.suite == "norms":
+        if options.variant or options.skip or options.activation:
+            raise SystemExit("the norms suite has one variant of each case: no --variant, --skip or --activation")
+        return norms.measure(name, device, **shared)
+    from gem_kernels.bench import suite
+
+    rows = []
+    for act in [None] if options.suite == "attention" else options.activation or ["silu"]:
+        rows += suite.measure(cases.case(name), act, device, only=options.variant, skip=tuple(options.skip), **shared)
+    return rows
 
 
 def _write(

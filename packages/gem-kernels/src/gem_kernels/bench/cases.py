@@ -17,7 +17,8 @@ def _full(batch: int, length: int) -> Lengths:
     return np.full(batch, length, dtype=np.int64)
 
 
-def _half(batch: int, length: int) -> Lengths:
+def half(batch: int, length: int) -> Lengths:
+    """Lengths uniform in 1..length from a fixed seed."""
     return np.random.default_rng(0).integers(1, length + 1, batch)
 
 
@@ -37,14 +38,14 @@ class Case:
 
 _MAKE: dict[str, Callable[[], tuple[Lengths, Lengths]]] = {
     "self-full-1024": lambda: (_full(256, 1024),) * 2,
-    "self-half-1024": lambda: (_half(256, 1024),) * 2,
-    "self-half-512": lambda: (_half(1152, 512),) * 2,
-    "self-half-4096": lambda: (_half(64, 4096),) * 2,
+    "self-half-1024": lambda: (half(256, 1024),) * 2,
+    "self-half-512": lambda: (half(1152, 512),) * 2,
+    "self-half-4096": lambda: (half(64, 4096),) * 2,
     "self-lognormal": lambda: (_lognormal(),) * 2,
     "short-kv-256": lambda: (_full(1152, 1024), _full(1152, 256)),
-    "short-kv-256-half": lambda: (_half(1152, 1024), _full(1152, 256)),
+    "short-kv-256-half": lambda: (half(1152, 1024), _full(1152, 256)),
     "short-kv-32": lambda: (_full(1152, 1024), _full(1152, 32)),
-    "pma": lambda: (_full(1152, 64), _half(1152, 1024)),
+    "pma": lambda: (_full(1152, 64), half(1152, 1024)),
 }
 NAMES = tuple(_MAKE)
 

@@ -18,6 +18,28 @@ def median_ms(run: Run, rep: int) -> float:
     return float(triton.testing.do_bench(run, warmup=max(rep // 4, 5), rep=rep, return_mode="median"))
 
 
+def captured(run: Run) -> Run:
+    """`run` as the replay of a CUDA graph, so that what Python costs is not in the time.
+
+    All of it, and the warm-up before, is on one stream of its own: a backward pass runs on the stream of its forward.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return kept
+
+    return replay
+
+
 def interleaved(runs: Mapping[str, Run], *, rounds: int, rep: int) -> dict[str, float]:
     """Median over `rounds` of each run's median; the runs take turns, so that a slow spell of the card does not
     fall on one of them.

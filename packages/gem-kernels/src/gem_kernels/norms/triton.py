@@ -20,6 +20,7 @@ __all__ = ["applies", "backward", "compile_cases", "forward"]
 
 MAX_WIDTH = 8192
 PARTS = 512  # programs of a backward pass at most, and rows of the first stage's result
+SUM = Tile(bm=128, bn=32, warps=8, stages=1)  # the second stage: few steps for a program, however few columns there are
 
 
 @triton.jit
@@ -226,10 +227,9 @@ def backward(
         for v in (weight, bias)
     )
     if vectors:
-        last = Tile(bm=32, bn=64, stages=1)
         launch(
-            _sum_kernel, triton.cdiv(vectors * width, last.bn), total.device, last,
-            sums, dweight, dbias, parts, C=width, BIAS=bias is not None, BM=last.bm, BN=last.bn,
+            _sum_kernel, triton.cdiv(vectors * width, SUM.bn), total.device, SUM,
+            sums, dweight, dbias, parts, C=width, BIAS=bias is not None, BM=SUM.bm, BN=SUM.bn,
         )  # fmt: skip
     return dx, dweight, dbias
 
@@ -249,7 +249,7 @@ def compile_cases() -> list[CompileCase]:
             types, divisible = signature(kernel, "bf16", constants)
             title = f"norms {kind}{' swish' if swish else ''} {name} bf16 c{width}"
             cases.append(CompileCase(title, kernel, types, constants, t, divisible))
-    constants = {"C": 512, "BIAS": True, "BM": 32, "BN": 64}
+    constants = {"C": 512, "BIAS": True, "BM": SUM.bm, "BN": SUM.bn}
     types, divisible = signature(_sum_kernel, "bf16", constants)
-    cases.append(CompileCase("norms sums c512", _sum_kernel, types, constants, Tile(bm=32, bn=64, stages=1), divisible))
+    cases.append(CompileCase("norms sums c512", _sum_kernel, types, constants, SUM, divisible))
     return cases

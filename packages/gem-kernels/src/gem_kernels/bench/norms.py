@@ -1,0 +1,249 @@
+"""The norms suite: norms and jagged helpers, which only move memory, gated by the reference in float64 and timed beside
+torch's own operators, torch.compile and Liger.
+
+Runs are captured in CUDA graphs: some take 60 us, which is what calling an operator from Python costs the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gem_kernels import dispatch, flops, norms, sequences, testing
+from gem_kernels.bench import cases, timing
+from gem_kernels.sequences import reference
+
+ROWS, BATCH, LONGEST, HEADS = 2**18, 1152, 1024, 4
+KEPT = 64  # tokens that most_recent keeps
+EPS = 1e-6
+TOLERANCE = 1e-2  # relative error of a BF16 result against float64
+
+Outputs = tuple[Tensor, ...]
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One case on the device: `ours(*inputs, backend=...)`, and the peers' `run(*inputs)` by name."""
+
+    name: str
+    op: str
+    width: int
+    inputs: list[Tensor]
+    cost: flops.Cost
+    ours: Run
+    eager: Run
+    liger: Callable[[], Run] | None = None
+
+    @property
+    def operator(self) -> str:
+        """The dispatch's name for the operator."""
+        return "sequences" if self.op.startswith(("jagged", "most")) else "norms"
+
+
+def _normal(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+
+def _liger(kind: str, residual: bool) -> Run:
+    """Liger's function of the same name, leaving its inputs alone; ImportError where Liger is not installed."""
+    if residual:
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction as Add
+
+        return lambda x, r, w: Add.apply(x, r, w, EPS, 0.0, "llama", False)
+    if kind == "rms":
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction as Rms
+
+        return lambda x, w: Rms.apply(x, w, EPS, 0.0, "llama", False)
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction as Layer
+
+    return lambda x, w, b: Layer.apply(x, w, b, EPS)
+
+
+def _norm(
+    name: str, kind: str, width: int, device: torch.device, shrink: int, *, rows: int = ROWS, residual: bool = False,
+    swish: bool = False, packed: bool = False,
+) -> Problem:  # fmt: skip
+    """A norm of [rows, width], or (`packed`) of the heads of one of three projections in a row."""
+    rows //= shrink
+    layer = kind == "layer"
+
+    def make() -> Tensor:
+        return _normal(device, rows, 3 * HEADS, width)[:, :HEADS] if packed else _normal(device, rows, width)
+
+    inputs = [make() for _ in range(1 + residual)] + [1 + 0.1 * _normal(device, width) for _ in range(1 + layer)]
+
+    def parts(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        return tensors[0], tensors[1] if residual else None, tensors[1 + residual :]
+
+    def ours(*tensors: Tensor, backend: str | None) -> Any:
+        x, r, affine = parts(tensors)
+        function: Run = norms.layer_norm if layer else norms.rms_norm
+        return function(x, *affine, eps=EPS, residual=r, swish=swish, backend=backend)
+
+    def eager(*tensors: Tensor) -> Any:
+        x, r, affine = parts(tensors)
+        h = x if r is None else x + r
+        function: Run = F.layer_norm if layer else F.rms_norm
+        y = function(h, (width,), *affine, eps=EPS)
+        y = h * torch.sigmoid(y) if swish else y
+        return y if r is None else (y, h)
+
+    cost = flops.norm(rows * (HEADS if packed else 1), width, layer=layer, residual=residual, weight_size=2)
+    op = f"{kind}_norm{'+residual' if residual else ''}{'+swish' if swish else ''}"
+    known = not swish and not (layer and residual)
+    liger = functools.partial(_liger, kind, residual) if known else None
+    return Problem(name=name, op=op, width=width, inputs=inputs, cost=cost, ours=ours, eager=eager, liger=liger)
+
+
+def _helper(name: str, op: str, width: int, device: torch.device, shrink: int) -> Problem:
+    """A jagged helper on lengths uniform in 1..LONGEST."""
+    batch, longest = (BATCH, LONGEST) if shrink == 1 else (max(5, BATCH // shrink), 16)
+    lengths = cases.half(batch, longest)
+    other = lengths[::-1].copy()
+    offsets, others = (testing.offsets_of(n.tolist(), device) for n in (lengths, other))
+    total = int(lengths.sum())
+    x = _normal(device, total, width)
+    if op == "most_recent":
+        cost = flops.most_recent(lengths, k=KEPT, width=width)
+        return Problem(
+            name=name, op=op, width=width, inputs=[x], cost=cost,
+            ours=lambda x, backend: sequences.most_recent(x, offsets, KEPT, backend=backend),
+            eager=lambda x: reference.most_recent(x, offsets, KEPT),
+        )  # fmt: skip
+    if op == "jagged_add":
+        cost = flops.jagged_add(lengths, width=width)
+        return Problem(
+            name=name, op=op, width=width, inputs=[x, _normal(device, len(lengths), width)], cost=cost,
+            ours=lambda x, bias, backend: sequences.jagged_add(x, bias, offsets, backend=backend),
+            eager=lambda x, bias: reference.add(x, bias, offsets),
+        )  # fmt: skip
+    cost = flops.jagged_concat(lengths, other, width=width)
+    both = offsets + others
+    return Problem(
+        name=name, op=op, width=width, inputs=[x, _normal(device, total, width)], cost=cost,
+        ours=lambda a, b, backend: sequences.jagged_concat(a, b, offsets, others, backend=backend)[0],
+        eager=lambda a, b: reference.concat(a, b, offsets, both),
+    )  # fmt: skip
+
+
+_MAKE: dict[str, Callable[..., Problem]] = {
+    **{f"rms-{w}": functools.partial(_norm, kind="rms", width=w) for w in (256, 512, 1024)},
+    "rms-4096": functools.partial(_norm, kind="rms", width=4096, rows=ROWS // 4),
+    "rms-8192": functools.partial(_norm, kind="rms", width=8192, rows=ROWS // 8),
+    **{f"layer-{w}": functools.partial(_norm, kind="layer", width=w) for w in (384, 512, 1024)},
+    "rms-residual-512": functools.partial(_norm, kind="rms", width=512, residual=True),
+    "layer-residual-512": functools.partial(_norm, kind="layer", width=512, residual=True),
+    "layer-swish-512": functools.partial(_norm, kind="layer", width=512, swish=True),
+    "qk-128": functools.partial(_norm, kind="rms", width=128, packed=True),
+    "most-recent-256": functools.partial(_helper, op="most_recent", width=256),
+    "concat-256": functools.partial(_helper, op="jagged_concat", width=256),
+    "add-256": functools.partial(_helper, op="jagged_add", width=256),
+}
+NAMES = tuple(_MAKE)
+
+
+def problem(name: str, device: torch.device, shrink: int = 1) -> Problem:
+    """The case called `name` with fresh BF16 inputs, with `shrink` fewer rows for a trial; ValueError if unknown."""
+    if name not in _MAKE:
+        raise ValueError(f"unknown case {name!r}; expected one of {', '.join(NAMES)}")
+    return _MAKE[name](name, device=device, shrink=shrink)
+
+
+def _tuple(outputs: Any) -> Outputs:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def _cotangents(outputs: Outputs) -> Outputs:
+    """N(0, 1) of a fixed seed, the same for every variant."""
+    generator = torch.Generator(outputs[0].device).manual_seed(1)
+    like = [torch.randn(x.shape, device=x.device, generator=generator, dtype=torch.float32) for x in outputs]
+    return tuple(g.bfloat16().to(x.dtype) for g, x in zip(like, outputs, strict=True))
+
+
+class Variant:
+    """Something to check and to time. The graph of the backward pass is built at its first call."""
+
+    def __init__(self, run: Run, inputs: Iterable[Tensor]) -> None:
+        self.run, self.inputs = run, [x.detach() for x in inputs]  # strides are kept
+        self.kept: tuple[list[Tensor], Outputs, Outputs] | None = None
+
+    def forward(self) -> Outputs:
+        """The outputs."""
+        return _tuple(self.run(*self.inputs))
+
+    def backward(self) -> Outputs:
+        """The gradients of all inputs."""
+        if self.kept is None:
+            leaves = [x.detach().requires_grad_() for x in self.inputs]
+            outputs = _tuple(self.run(*leaves))
+            self.kept = leaves, outputs, _cotangents(outputs)
+        leaves, outputs, cotangents = self.kept
+        return torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+
+    def do(self, what: str) -> Outputs:
+        """`forward` or `backward`, by name."""
+        return self.forward() if what == "forward" else self.backward()
+
+
+def gate(p: Problem, run: Run, passes: Iterable[str]) -> dict[str, float]:
+    """The largest relative error of a pass's results; a RuntimeError says what is wrong, and nothing is timed then."""
+    exact = Variant(functools.partial(p.ours, backend=dispatch.REFERENCE), [x.double() for x in p.inputs])
+    errors = {}
+    for what in passes:
+        with testing.poisoned():
+            got = Variant(run, p.inputs).do(what)
+        found = [((g.double() - e).norm() / e.norm()).item() for g, e in zip(got, exact.do(what), strict=True)]
+        if not all(error < TOLERANCE for error in found):  # also of NaN, which max() may pass over
+            raise RuntimeError(f"{p.name}: {p.op} {what} is wrong: relative errors {found}")
+        errors[what] = max(found)
+        print(f"  {p.name} {what}: relative error {errors[what]:.2e}", flush=True)
+    return errors
+
+
+def peers(p: Problem, names: tuple[str, ...]) -> dict[str, Run]:
+    """Those that are named, or all, and can be imported here."""
+    found: dict[str, Run] = {"torch": p.eager, "torch.compile": torch.compile(p.eager)}
+    if p.liger is not None:
+        try:
+            found["liger"] = p.liger()
+        except ImportError as error:
+            print(f"  no liger: {error}")
+    return {name: run for name, run in found.items() if not names or name in names}
+
+
+def measure(
+    name: str, device: torch.device, *, passes: tuple[str, ...], peer_names: tuple[str, ...], rounds: int, rep: int,
+    ceilings: dict[str, float], gate_only: bool, backend: str = "triton",
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of one case: the gate, then times of ours and of the peers; rates are GB/s of useful bytes."""
+    p = problem(name, device)
+    dispatch.why(p.operator, p.inputs[0], backend)  # raises, with the reason, where it cannot run
+    run = functools.partial(p.ours, backend=backend)
+    errors = gate(p, run, passes)
+    if gate_only:
+        return []
+    rows = []
+    for what in passes:
+        runs: dict[str, timing.Run] = {backend: timing.captured(functools.partial(Variant(run, p.inputs).do, what))}
+        for peer, theirs in peers(p, peer_names).items():
+            try:
+                runs[f"peer {peer}"] = timing.captured(functools.partial(Variant(theirs, p.inputs).do, what))
+            except Exception as error:  # whatever a peer throws is the finding
+                print(f"  {peer}: {type(error).__name__}: {str(error)[:200]}")
+        times = timing.interleaved(runs, rounds=rounds, rep=rep)
+        moved = p.cost.forward_bytes if what == "forward" else p.cost.backward_bytes
+        rates = {n: round(moved / ms / 1e6, 1) for n, ms in times.items()}
+        rows.append({
+            "case": p.name, "op": p.op, "variant": backend, "pass": what, "dtype": "bfloat16", "head_dim": p.width,
+            "ms": round(times[backend], 4), "tflops": None, "gbps": rates[backend], "of_gemm": None,
+            "of_copy": round(rates[backend] / 1e3 / ceilings["copy_tbps"], 3), "error": errors[what],
+            "peers": {n.removeprefix("peer "): r for n, r in rates.items() if n != backend}, "unit": "gbps",
+        })  # fmt: skip
+    return rows

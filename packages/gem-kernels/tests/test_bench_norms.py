@@ -1,0 +1,68 @@
+"""The norms suite without a GPU: its gate closes on wrong results, and every case passes it in the interpreter."""
+
+import functools
+
+import pytest
+import torch
+from gem_kernels.bench import __main__ as bench
+from gem_kernels.bench import norms
+from gem_kernels.testing import relative_error
+
+
+@pytest.mark.parametrize("name", norms.NAMES)
+def test_every_case_is_right(name, device):
+    torch.manual_seed(0)
+    p = norms.problem(name, device, shrink=2**13)
+    triton, reference = (functools.partial(p.ours, backend=backend) for backend in ("triton", "reference"))
+    assert set(norms.gate(p, triton, ("forward", "backward"))) == {"forward", "backward"}
+    peer, ours = norms.Variant(p.eager, p.inputs), norms.Variant(reference, p.inputs)
+    for what in ("forward", "backward"):  # torch as a peer computes the same
+        for a, b in zip(peer.do(what), ours.do(what), strict=True):
+            assert relative_error(a, b) < norms.TOLERANCE
+
+
+def test_the_gate_closes():
+    p = norms.problem("rms-256", torch.device("cpu"), shrink=2**13)
+    with pytest.raises(RuntimeError, match="rms-256: rms_norm forward is wrong"):
+        norms.gate(p, lambda x, w: p.eager(x, w) * 1.02, ("forward",))
+    with pytest.raises(RuntimeError, match="backward is wrong"):
+        norms.gate(p, lambda x, w: p.eager(x, w.detach()) + 0.0 * w.sum(), ("forward", "backward"))
+    with pytest.raises(RuntimeError, match=r"relative errors \[nan\]"):
+        norms.gate(p, lambda x, w: torch.empty_like(x), ("forward",))
+    with pytest.raises(ValueError, match="unknown case 'rms'"):
+        norms.problem("rms", torch.device("cpu"))
+
+
+def test_the_table_is_in_gigabytes_per_second():
+    row = {
+        "case": "rms-256", "pass": "forward", "op": "rms_norm", "variant": "triton", "ms": 0.07, "tflops": None,
+        "gbps": 3800.0, "of_gemm": None, "of_copy": 0.9, "peers": {"torch": 3100.0}, "unit": "gbps",
+    }  # fmt: skip
+    head, line = bench._table([row]).splitlines()
+    assert "peers (GB/s)" in head
+    assert line.split() == ["rms-256", "forward", "rms_norm", "triton", "0.070", "3800.0", "0.900", "torch", "3100"]
+
+
+def test_a_case_of_another_suite_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["norms", "--case", "pma"])
+    assert "norms has no case pma" in capsys.readouterr().err
+
+
+def test_rows_of_a_case(monkeypatch):
+    """All but the clock and the graph capture, which need a GPU."""
+    small = functools.partial(norms.problem, shrink=2**13)
+    monkeypatch.setattr(norms, "problem", small)
+    monkeypatch.setattr(norms.timing, "captured", lambda run: run)
+    times = {"triton": 0.5, "peer torch": 2.0}
+    monkeypatch.setattr(norms.timing, "interleaved", lambda runs, rounds, rep: {name: times[name] for name in runs})
+    options = {"peer_names": ("torch",), "rounds": 1, "rep": 1, "ceilings": {"copy_tbps": 1e-3}}
+    cpu, passes = torch.device("cpu"), ("forward", "backward")
+    rows = norms.measure("rms-residual-512", cpu, passes=passes, gate_only=False, **options)
+    cost = small("rms-residual-512", cpu).cost
+    assert [row["pass"] for row in rows] == ["forward", "backward"]
+    for row, moved in zip(rows, (cost.forward_bytes, cost.backward_bytes), strict=True):
+        assert row["gbps"] == round(moved / 0.5 / 1e6, 1)
+        assert row["of_copy"] == round(row["gbps"] / 1e3 / 1e-3, 3)
+        assert row["peers"] == {"torch": round(moved / 2.0 / 1e6, 1)}
+    assert norms.measure("rms-residual-512", cpu, passes=passes, gate_only=True, **options) == []
