@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gem_model import GEM, ModelInputs, Source, Table, preset
+from gem_model.config import TowerConfig
 from gem_model.flops import batch_flops
 from gem_model.roles import roles
 from gem_model.testing import random_batch
@@ -78,8 +79,17 @@ def test_the_description_survives_as_toml(described, tmp_path):
     assert ModelSpec.from_toml(tmp_path / "model.toml") == spec
 
 
-@pytest.mark.parametrize(("name", "length"), [("tiny", 20), ("small", 40), ("small", 5)])
-def test_the_estimate_of_kept_activations_is_near_what_autograd_keeps(name, length):
+@pytest.mark.parametrize(
+    ("name", "length", "changes"),
+    [
+        ("tiny", 20, {}),
+        ("small", 40, {}),
+        ("small", 5, {}),
+        ("small", 10, {"experts": ("wukong", "dcn", "attention"), "pma_seeds": 8}),
+        ("small", 20, {"towers": (TowerConfig(source="events", width=24, layers=1),)}),
+    ],
+)
+def test_the_estimate_of_kept_activations_is_near_what_autograd_keeps(name, length, changes):
     """Measured on the reference kernels, which also keep attention's scores: a little more than is estimated."""
     inputs = ModelInputs(
         tables=(Table(name="item", rows=100, dim=16), Table(name="segment", rows=9, dim=16)),
@@ -88,7 +98,7 @@ def test_the_estimate_of_kept_activations_is_near_what_autograd_keeps(name, leng
         dense=7,
         tasks=("a", "b"),
     )
-    config, count = preset(name, dropout=0.0), 8
+    config, count = preset(name, dropout=0.0, **changes), 8
     model = GEM(config, inputs)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}

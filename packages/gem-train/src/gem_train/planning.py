@@ -68,7 +68,10 @@ def sample(data: Data, max_history: int) -> JaggedBatch:
 
 
 def parameters(config: GemConfig, inputs: ModelInputs, units: list[str]) -> dict[str, int]:
-    """Dense parameters of each unit, and of what belongs to none; nothing is allocated."""
+    """Dense parameters of each unit, and of what belongs to none; nothing is allocated.
+
+    Interaction experts count as dense: they are of several kinds, and the planner spreads equal ones.
+    """
     model = GEM(config, inputs, device="meta")
     role, found = roles(model), dict.fromkeys([INPUTS, *units], 0)
     for name, parameter in model.named_parameters():
@@ -103,30 +106,48 @@ def activations(c: GemConfig, inputs: ModelInputs, lengths: Mapping[str, float])
     Counted are the inputs of the matrix products and norms and what attention keeps (q, k, v, output); not the scores,
     which the kernels compute again, nor temporaries. `lengths` are mean events of a sample by source.
     """
-    d, ff = c.width, c.ff_hidden
+    d = c.width
     dense_hidden = c.n_dense * d if inputs.dense else 0
     kept = {INPUTS: len(inputs.sparse) * (inputs.table_dim + 2 * d) + 3.0 * dense_hidden}
     for source in inputs.sources:
-        kept[INPUTS] += lengths[source.name] * (2 * source.event_width(inputs.table_dim) + d)
+        kept[INPUTS] += lengths[source.name] * (2 * source.event_width(inputs.table_dim) + c.of(source.name).width)
     n_in = len(inputs.sparse) + (c.n_dense if inputs.dense else 0)
     for layer in range(c.layers):
-        total, n = float(c.n_sum * 5 * d + n_in * d) if inputs.sources else 0.0, n_in
+        present = c.sources_of(layer, [s.name for s in inputs.sources])
+        total, n = float(c.n_sum * 5 * d + n_in * d) if present else 0.0, n_in
         for source in inputs.sources:
-            n_cls = c.n_sum + bool(inputs.candidate_columns(source))
-            n_summary = n_cls + c.pma_queries + c.recent
-            n += n_summary
-            event = 2 * d + 5 * ff  # PFFN: norm's input and output, gate, up, silu, product, its cast
-            event += 2 * d if c.pffn_tokens else 0
-            event += 2 * d + (6 * d if c.events_attend(layer) else 3 * d)  # norm; q, k rotated and not, v, output
-            event += 4 * d if c.pma_queries else 0
-            total += lengths[source.name] * event
-            total += n_cls * 5 * d + n_summary * 6 * d + c.pffn_tokens * 3 * d + c.pma_queries * 3 * d
-        hidden = c.interaction_hidden * d
-        total += n * (3 * d + 2 * c.interaction_rank) + d * c.interaction_rank + 2 * hidden + 2 * c.n_tokens * d
+            if source.name in present:
+                n_cls = c.n_sum + bool(inputs.candidate_columns(source))
+                n += n_cls + c.pma_queries + c.recent
+                total += _tower(c.of(source.name), lengths[source.name], n_cls, attend=c.events_attend(layer))
+        experts = c.experts or ("wukong",)
+        total += n * d + sum(_expert(kind, c, n) for kind in experts) + 2 * c.n_tokens * d
         kept[f"layers.{layer}"] = total
         n_in = c.n_tokens
     kept["heads"] = 2.0 * c.n_tokens * d + len(inputs.tasks) * 3 * c.head_hidden
     return kept
+
+
+def _tower(c: GemConfig, events: float, n_cls: int, *, attend: bool) -> float:
+    """Of one source in one layer; `c` is the tower's shape."""
+    d = c.width
+    event = 2 * d + 5 * c.ff_hidden  # PFFN: norm's input and output, gate, up, silu, product, its cast
+    event += 2 * d if c.pffn_tokens else 0
+    event += 2 * d + (6 * d if attend else 3 * d)  # norm; q and k rotated and not, v, output
+    event += 4 * d if c.pma_queries else 0
+    n_summary = n_cls + c.pma_queries + c.recent
+    tokens = n_cls * 5 + n_summary * 6 + c.pffn_tokens * 3 + (c.pma_seeds or c.pma_queries) * 3
+    return events * event + tokens * d
+
+
+def _expert(kind: str, c: GemConfig, n: int) -> float:
+    """Of one interaction of `n` tokens."""
+    d = c.width
+    if kind == "dcn":
+        return n * (2 * d) + c.cross_rank
+    if kind == "attention":
+        return n * (6 * d)
+    return n * (2 * d + 2 * c.interaction_rank) + d * c.interaction_rank + 2 * c.interaction_hidden * d
 
 
 def settings(layout: Layout) -> list[str]:

@@ -81,6 +81,26 @@ def execute(config: RunConfig, out: str | Path | None = None, *, resume: bool = 
 
 def reevaluate(run: RunDir) -> Outcome:
     """Test a finished or interrupted run again, from its folder alone."""
+    with reopened(run) as (data, trainer):
+        return Outcome(run=run, results=test(trainer, data))
+
+
+def export(run: RunDir, out: str | Path) -> dict[str, Any]:
+    """Write the weights that the run is tested with to the folder `out`; returns its manifest.
+
+    Raises UserError where the folder exists, or under torchrun: one process writes an export.
+    """
+    from gem_train.exporting import export as write
+
+    with reopened(run) as (data, trainer):
+        if trainer.runtime.world > 1:
+            raise UserError("export runs in one process, without torchrun; it reads the checkpoints of any number")
+        return write(trainer, data, trainer.load_best(), Path(out))
+
+
+@contextlib.contextmanager
+def reopened(run: RunDir) -> Iterator[tuple[Data, Trainer]]:
+    """A run's data and its trainer at the latest checkpoint, to look at; nothing is written to the events."""
     config = run.read_config()
     with user_errors("start"):
         runtime = start(config.train.device, config.train.timeout_s)
@@ -88,7 +108,7 @@ def reevaluate(run: RunDir) -> Outcome:
         data, trainer = assemble(config, runtime, run, events=Events(None), progress=progress)
         _on_main(runtime, lambda: _check_data(run, data, resume=True))
         trainer.resume()
-        return Outcome(run=run, results=test(trainer, data))
+        yield data, trainer
 
 
 def test(trainer: Trainer, data: Data) -> dict[str, Any] | None:

@@ -82,6 +82,27 @@ def diff(arguments: argparse.Namespace) -> int:
     return diff(arguments)
 
 
+def export(arguments: argparse.Namespace) -> int:
+    """Write a run's model for serving."""
+    from gem_train.run_dir import RunDir
+
+    folder, out = RunDir.open(arguments.run), Path(arguments.out)
+    if out.exists():  # before torch takes its seconds to load
+        raise UserError(f"{out} exists already; name another folder for the export")
+    from gem_train.run import export
+
+    manifest = export(folder, out)
+    checked, dense = manifest["checked"], manifest["dense"]["file"]
+    tables = sum(t["rows"] * t["dim"] for t in manifest["tables"].values())
+    print(f"{out}: {dense}, {len(manifest['tables'])} tables of {tables:,} numbers, scorer.py; {manifest['weights']}")
+    worst = f"{checked['largest_logit_difference']:.2g}"
+    print(
+        f"on {checked['samples']} test samples the scorer's logits lie within {worst} of the trainer's "
+        f"({checked['precision']})"
+    )
+    return 0
+
+
 def ls(arguments: argparse.Namespace) -> int:
     """List runs."""
     from gem_train.cli import runs

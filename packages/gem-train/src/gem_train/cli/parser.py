@@ -74,6 +74,10 @@ def parser() -> argparse.ArgumentParser:
 
     _data(verb("data", "build and look at event logs"), common)
 
+    export = verb("export", "write a run's model as safetensors and Parquet, with a scorer that needs no gem-train")
+    export.add_argument("run", metavar="RUN", help="a run folder")
+    export.add_argument("--out", metavar="DIR", required=True, help="the folder to write")
+
     doctor = verb("doctor", "say what is installed, whether it fits together, and what would run where")
     doctor.add_argument("--json", action="store_true", help="the same as JSON")
     return top
