@@ -138,21 +138,33 @@ class QTensor:
         return (self.values() * self.scale_values()).to(dtype or self.dtype)
 
 
-def quantize(x: Tensor, spec: QuantSpec, dim: int = -1, *, randoms: Randoms | None = None) -> QTensor:
+def quantize(
+    x: Tensor, spec: QuantSpec, dim: int = -1, *, randoms: Randoms | None = None, backend: str | None = None
+) -> QTensor:  # fmt: skip
     """Quantise `x` (any floating dtype, read as float32) along the contraction dimension `dim`.
 
     amax = max |x| of the block; the scale follows `spec`; data = round(x / scale) to the element format, to nearest
     even and saturating, or stochastically with `randoms` given. A block that holds an infinity or NaN gets the scale
-    NaN; an all-zero block keeps zeros (E8M0 code 0, or 2^-126). Raises TypeError for integers, ValueError for shapes
-    the block does not fit.
+    NaN; an all-zero block keeps zeros (E8M0 code 0, or 2^-126).
+
+    `backend`: None or "reference" is plain PyTorch; "triton" is one kernel with the same bits, on CUDA or in Triton's
+    interpreter (FP8 elements; blocks of powers of two up to 128, or whole rows). It must be asked for: it has not run
+    on a card yet.
+
+    Raises TypeError for integers, ValueError for shapes the block does not fit, for an unknown backend and for what
+    the Triton kernels do not do.
     """
+    if backend not in (None, "reference", "triton"):
+        raise ValueError(f"backend must be None, 'reference' or 'triton', got {backend!r}")
     if not x.is_floating_point():
         raise TypeError(f"quantize expects a floating-point tensor, got {x.dtype}")
     if x.ndim == 0 or not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must name a dimension of a tensor of shape {list(x.shape)}, got {dim}")
     dim = dim if dim < 0 else dim - x.ndim
-    value = x.to(torch.float32)
     blocks = _blocks(spec, dim, x.ndim)
+    if backend == "triton":
+        return _quantize_triton(x, spec, dim, randoms)
+    value = x.to(torch.float32)
     amax = _block_amax(value.abs(), blocks)
     if spec.scale == "float32":
         # By a tensor: CUDA turns a division by a Python number into a product with its rounded reciprocal.
@@ -169,6 +181,23 @@ def quantize(x: Tensor, spec: QuantSpec, dim: int = -1, *, randoms: Randoms | No
     if spec.element is E2M1:
         data = pack_fp4(data.movedim(dim, -1)).movedim(-1, dim)
     return replace(q, data=data)
+
+
+def _quantize_triton(x: Tensor, spec: QuantSpec, dim: int, randoms: Randoms | None) -> QTensor:
+    from gem_lowprec import kernels  # imports Triton
+
+    why_not = kernels.applies(x, spec, dim, randoms)
+    if why_not is not None:
+        raise ValueError(f"backend 'triton' cannot do this: {why_not}")
+    moved = x.detach().movedim(dim, -1)  # the contraction last; strides instead of a copy for a matrix
+    matrix = moved if moved.ndim == 2 else moved.reshape(-1, moved.shape[-1])
+    # The random numbers are counted through x as it is given.
+    index = (matrix.shape[1], 1) if dim == -1 else (1, matrix.shape[0])
+    data, scale = kernels.quantize_rows(matrix, spec, randoms, index)
+    if moved.ndim != 2:
+        data, scale = data.view(moved.shape), scale.view(*moved.shape[:-1], scale.shape[-1])
+    data, scale = data.movedim(-1, dim), scale.movedim(-1, dim)
+    return QTensor(data=data, scale=scale, spec=spec, dim=dim, shape=x.shape, dtype=x.dtype)
 
 
 def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
