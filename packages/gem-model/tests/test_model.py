@@ -8,6 +8,7 @@ from gem_model.testing import example_inputs, random_batch
 VARIANTS = {
     "softmax": {},
     "gdpa": {"attention": "gdpa"},
+    "qk norm": {"attention": "gdpa", "activation": "gelu_poly", "qk_norm": True},
     "window": {"window": 2, "layers": 2},
     "causal": {"causal": True, "rotary": "both"},
     "skip": {"layers": 3, "self_attention_every": 2, "rotary": "position"},

@@ -47,6 +47,10 @@ def rotated(x, place, base):
     ).flatten(-2)
 
 
+def head_norm(x, norm):
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+
 def weights(q, k, activation, mask):
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
     if activation is not None:
@@ -55,7 +59,9 @@ def weights(q, k, activation, mask):
 
 
 @pytest.mark.parametrize("rotary", ["none", "position", "time", "both"])
-@pytest.mark.parametrize("mask", [{}, {"window": 2}, {"causal": True}, {"causal": True, "window": 1}])
+@pytest.mark.parametrize(
+    "mask", [{}, {"window": 2}, {"causal": True}, {"causal": True, "window": 1}, {"window": 2, "qk_norm": True}]
+)
 @pytest.mark.parametrize("attention", ["softmax", "gdpa"])
 def test_history_attention(rotary, mask, attention):
     config = preset("tiny", rotary=rotary, attention=attention, **mask)
@@ -70,6 +76,9 @@ def test_history_attention(rotary, mask, attention):
         rows = slice(start, start + n)
         x = h.tokens[rows]
         q, k, v = norm_linear(m.qkv, x).unflatten(1, (3, heads, -1)).unbind(1)
+
+        if config.qk_norm:
+            q, k = head_norm(q, m.norms.q), head_norm(k, m.norms.k)
 
         def rotate(t, rows=rows):
             if rotary == "position":
@@ -87,6 +96,8 @@ def test_history_attention(rotary, mask, attention):
         reach = config.window if config.window is not None else n
         visible = ((i - j).abs() <= reach) & ((j <= i) if config.causal else torch.ones(n, n, dtype=torch.bool))
         q_cls = norm_linear(m.cls_q, cls[b]).unflatten(1, (heads, -1))
+        if config.qk_norm:
+            q_cls = head_norm(q_cls, m.norms.q)
         everything = torch.ones(3, n, dtype=torch.bool)
 
         def read(q, visible, k=k, v=v):
@@ -118,8 +129,9 @@ def test_skipped_layer_leaves_the_events_alone():
     assert (told - cls).abs().min() > 0
 
 
-def test_personalised_ffn():
-    config = preset("tiny", activation="gelu")
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_personalised_ffn(qk_norm):
+    config = preset("tiny", activation="gelu", qk_norm=qk_norm)
     m = randomised(PersonalisedFFN(config))
     h = history(config.width)
     x_sum = torch.randn(4, config.n_sum, config.width, dtype=torch.float64)
@@ -130,6 +142,8 @@ def test_personalised_ffn():
         kv = (m.mix.weight @ x_sum[b]) @ m.kv.weight.T + m.kv.bias  # [P, 2 d]
         k, v = kv.unflatten(1, (2, config.heads, -1)).unbind(1)
         query = q[start : start + n].unflatten(1, (config.heads, -1))
+        if qk_norm:
+            query, k = head_norm(query, m.norms.q), head_norm(k, m.norms.k)
         hidden = F.gelu(torch.einsum("qhd,phd->hqp", query, k) / math.sqrt(config.head_dim))
         personal.append(torch.einsum("hqp,phd->qhd", hidden, v).flatten(1))
     expected = expected + torch.cat(personal) @ m.out.weight.T + m.out.bias
@@ -138,6 +152,15 @@ def test_personalised_ffn():
     other[2] += 1.0
     changed = (m(h, other) != m(h, x_sum)).any(dim=1)
     assert changed.tolist() == [False] * 4 + [True] * 7 + [False]
+
+
+def test_qk_norm_bounds_the_scores():
+    """However large the projections grow, sqrt(D) bounds |q k| / sqrt(D): where a polynomial activation is exact."""
+    config = preset("tiny", qk_norm=True)
+    norms = HistoryAttention(config, events_attend=True).norms
+    q, k = norms.events(1000.0 * torch.randn(50, 2, 2, config.head_dim)).unbind(1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(config.head_dim)
+    assert 0.5 * math.sqrt(config.head_dim) < scores.abs().max() <= math.sqrt(config.head_dim) * 1.0001
 
 
 def test_most_recent_events():

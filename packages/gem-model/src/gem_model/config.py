@@ -186,6 +186,9 @@ class GemConfig:
         cross_rank: rank of the "dcn" expert's matrix in R^{N d x N d}.
         attention: "softmax", or "gdpa" (O = c act(Q K^T) V).
         activation: the act of gdpa, used by attention="gdpa" and by the personalised feed-forward network.
+        qk_norm: RMS-normalise every head of q and k in the events' attention and the personalised feed-forward network.
+            While the norms' weights are 1, the scores then lie within sqrt(head_dim) of zero, as polynomial activations
+            need.
         window: an event sees itself and the ``window`` events on each side of it (only the earlier ones when
             ``causal``); None is everything. The CLS tokens and the pooling queries always see the whole history.
         causal: an event sees itself and what precedes it. The whole history precedes the candidate, so False leaks
@@ -221,6 +224,7 @@ class GemConfig:
     cross_rank: int = 32
     attention: str = "softmax"
     activation: str = "silu"
+    qk_norm: bool = False
     window: int | None = None
     causal: bool = False
     self_attention_every: int = 1

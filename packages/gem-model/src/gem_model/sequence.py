@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from gem_kernels import gdpa, jagged_attention, rope
-from gem_kernels.nn import NormLinear
+from gem_kernels.nn import NormLinear, RMSNorm
 from torch import Tensor, nn
 
 from gem_model.batch import SequenceLike
@@ -63,6 +63,22 @@ def place_events(sequence: SequenceLike, request_time: Tensor, time_scale: float
     return offsets[sample + 1] - index, age, gap
 
 
+class HeadNorms(nn.Module):
+    """RMS norms of the heads of q and k, or nothing: what keeps their scores within sqrt(D) (QK-norm)."""
+
+    def __init__(self, config: GemConfig) -> None:
+        super().__init__()
+        self.q = RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
+        self.k = RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
+
+    def events(self, qk: Tensor) -> Tensor:
+        """q and k side by side, or k alone: [T, 2 or 1, H, D] -> the same."""
+        if isinstance(self.k, nn.Identity):
+            return qk
+        *q, k = qk.unbind(1)
+        return torch.stack([*(self.q(t) for t in q), self.k(k)], dim=1)
+
+
 class PersonalisedFFN(nn.Module):
     """S' = S + SwiGLU(Norm S) + GDPA(W_q Norm S; K, V of X_sum): InterFormer's PFFN in Kunlun's GDPA form.
 
@@ -81,6 +97,7 @@ class PersonalisedFFN(nn.Module):
             self.mix = TokenMix(config.n_sum, self.personal)
             self.kv = nn.Linear(config.width, 2 * config.width)
             self.out = nn.Linear(config.width, config.width)
+            self.norms = HeadNorms(config)
 
     def forward(self, history: History, x_sum: Tensor) -> Tensor:
         """Tokens [T, d]; x_sum [B, n_sum, d]."""
@@ -88,10 +105,19 @@ class PersonalisedFFN(nn.Module):
         tokens = history.tokens + self.down(F.silu(gate) * up)
         if not self.personal:
             return tokens
-        q = q.unflatten(1, (self.heads, -1))  # [T, H, D]
+        q = self.norms.q(q.unflatten(1, (self.heads, -1)))  # [T, H, D]
         k, v = self.kv(self.mix(x_sum)).flatten(0, 1).unflatten(1, (2, self.heads, -1)).unbind(1)  # [B P, H, D]
         k_offsets = uniform_offsets(x_sum.shape[0], self.personal, x_sum.device)
-        o = gdpa(q, k, v, history.offsets, k_offsets, history.max_len, self.personal, activation=self.activation)
+        o = gdpa(
+            q,
+            self.norms.k(k),
+            v,
+            history.offsets,
+            k_offsets,
+            history.max_len,
+            self.personal,
+            activation=self.activation,
+        )
         return tokens + self.out(o.flatten(1))
 
 
@@ -112,6 +138,7 @@ class HistoryAttention(nn.Module):
         self.events_attend = events_attend
         self.qkv = NormLinear(config.width, (3 if events_attend else 2) * config.width, norm="layer")
         self.cls_q = NormLinear(config.width, config.width, norm="layer")
+        self.norms = HeadNorms(config)
         # GDPA's sum over the events grows with their number; the norm takes that out. Softmax is an average already.
         self.out_norm = nn.LayerNorm(config.width) if config.attention == "gdpa" else None
         self.out = nn.Linear(config.width, config.width)
@@ -122,7 +149,7 @@ class HistoryAttention(nn.Module):
         tokens = history.tokens
         projected = self.qkv(tokens).unflatten(1, (-1, self.heads, self.head_dim))  # [T, 3 or 2, H, D]
         qk, v = projected.split([projected.shape[1] - 1, 1], dim=1)
-        *q_events, k = self._rotate(qk, history).unbind(1)
+        *q_events, k = self._rotate(self.norms.events(qk), history).unbind(1)
         v = v.squeeze(1)
         if self.events_attend:
             window = None if self.window is None else (self.window, self.window)
@@ -130,7 +157,7 @@ class HistoryAttention(nn.Module):
                 q_events[0], k, v, history.offsets, history, history.max_len, causal=self.causal, window=window
             )
             tokens = tokens + self.out(seen)
-        q = self.cls_q(cls).view(batch * count, self.heads, self.head_dim).to(k.dtype)
+        q = self.norms.q(self.cls_q(cls).view(batch * count, self.heads, self.head_dim)).to(k.dtype)
         told = self._attend(q, k, v, uniform_offsets(batch, count, cls.device), history, count)
         return tokens, cls + self.out(told).view(cls.shape)
 
