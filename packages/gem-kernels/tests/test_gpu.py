@@ -3,7 +3,18 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from gem_kernels import block_attention, gdpa, jagged_attention, rope
+from gem_kernels import (
+    block_attention,
+    gdpa,
+    jagged_add,
+    jagged_attention,
+    jagged_concat,
+    jagged_split,
+    layer_norm,
+    most_recent,
+    rms_norm,
+    rope,
+)
 from gem_kernels.dispatch import module
 from gem_kernels.testing import offsets_of, random_heads, relative_error
 
@@ -38,6 +49,59 @@ def test_rows_more_than_2_to_the_31_elements_apart(op):
         results.append((out, torch.autograd.grad(out, x, loss_gradient)[0]))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def test_norms_and_helpers_of_rows_more_than_2_to_the_31_elements_apart():
+    width, rows = 64, 33
+    stride = 2**31 // (rows - 1) + 64
+    buffer = torch.empty((rows - 1) * stride + width, dtype=torch.bfloat16, device="cuda")
+    far = buffer.as_strided((rows, width), (stride, 1))
+    near = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda")
+    far.copy_(near)
+    weight = torch.rand(width, device="cuda")
+    a, b = offsets_of([20, 13], "cuda"), offsets_of([0, 33], "cuda")
+    norm_backward = torch.ops.gem_kernels.norm_backward
+
+    def run(x):
+        return [
+            *rms_norm(x, weight, residual=x, backend="triton"),
+            layer_norm(x, weight, weight, swish=True, backend="triton"),
+            *norm_backward(x, x, x, weight, weight, "layer", 1e-6, True, "triton"),
+            most_recent(x, a, 5, backend="triton"),
+            jagged_add(x, x[:2], a, backend="triton"),
+            jagged_concat(x, x, a, b, backend="triton")[0],
+            *jagged_split(x, offsets_of([10, 4], "cuda"), offsets_of([10, 9], "cuda"), 14, backend="triton"),
+            torch.ops.gem_kernels.segment_sum(x, a, torch.float32, "triton"),
+        ]
+
+    for got, expected in zip(run(far), run(near), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_other_row_counts_compile_nothing_new_in_norms_and_helpers():
+    norms, sequences = module("norms", "triton"), module("sequences", "triton")
+    kernels = [norms._forward_kernel, norms._backward_kernel, norms._sum_kernel]
+    kernels += [sequences._recent_kernel, sequences._recent_backward_kernel, sequences._join_kernel]
+    kernels += [sequences._add_kernel, sequences._sum_kernel]
+
+    def run(lengths):
+        offsets = offsets_of(lengths, "cuda")
+        x = torch.randn(sum(lengths), 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        weight = torch.ones(64, device="cuda", requires_grad=True)
+        bias = torch.randn(len(lengths), 64, device="cuda", requires_grad=True)
+        y = rms_norm(x, weight, backend="triton")
+        both, offsets = jagged_concat(y, jagged_add(x, bias, offsets, backend="triton"), offsets, offsets)
+        most_recent(both, offsets, 4, backend="triton").sum().backward()
+
+    def compiled():
+        return [len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()]
+
+    run([16, 64])
+    before = compiled()
+    assert sum(before) >= len(kernels)
+    for lengths in ([1], [1, 16, 127], [33] * 9, [512]):
+        run(lengths)
+    assert compiled() == before
 
 
 def test_other_token_counts_and_maxima_compile_nothing_new():
