@@ -42,7 +42,18 @@ def test_help_is_quick_and_imports_no_torch():
     assert min(seconds for seconds, _, _ in found) < 0.5
 
 
-@pytest.mark.parametrize("arguments", [("recipes",), ("show", "ml100k"), ("run", "--help")])
+def test_the_parser_alone_imports_nothing_but_the_standard_library():
+    code = (
+        "import sys; from gem_train.cli.parser import parser; parser(); "
+        "print(sorted({'numpy', 'pyarrow', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("recipes",), ("show", "ml100k"), ("run", "--help"), ("data", "prepare", "--help")]
+)
 def test_light_commands_import_no_torch(arguments):
     assert probe(*arguments)[1] == "[]"
 

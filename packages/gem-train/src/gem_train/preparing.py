@@ -1,4 +1,4 @@
-"""Event logs out of files: what `gem-train data prepare` and `data make` build. Imports no torch."""
+"""Event logs out of files: what `gem-train data prepare` and `data make` build. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gem_train.config.tree import suggest
 from gem_train.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ def events(source: str, paths: Sequence[Path], options: Mapping[str, Any]) -> Ev
     whatever the source raises.
     """
     if source not in SOURCES:
+        from gem_train.config.tree import suggest
+
         raise UserError(f"unknown source {source!r}{suggest(source, SOURCES)} (there are: {', '.join(SOURCES)})")
     kind = SOURCES[source]
     most = {"needed": 1, "optional": 1}.get(kind.folder, len(paths))
