@@ -14,10 +14,14 @@ from gem_lowprec import (
     FP8_128X128,
     MXFP8_SQUARE,
     Gathers,
+    Products,
+    QTensor,
     QuantizedWeight,
+    QuantSpec,
     Recipe,
     Rule,
     convert,
+    low_precision_linear,
     quantize,
     quantize_gathers,
 )
@@ -213,3 +217,28 @@ def test_a_quantised_weight_is_its_values_to_everyone_else() -> None:
     out.sum().backward()
     assert torch.equal(weight.grad, torch.full_like(x, 3.0))
     assert torch.equal(weight[3:5], q.dequantize()[3:5])
+
+
+@pytest.mark.parametrize(("precision", "spec"), [("fp8_block", FP8_128X128), ("mxfp8_square", MXFP8_SQUARE)])
+def test_layers_take_a_quantised_weight_as_it_is(precision: str, spec: QuantSpec) -> None:
+    """No product quantises it again, and outputs and gradients are those of the weight that it was made from."""
+    products = Products(forward=precision, dgrad=precision)
+    weight, x = torch.randn(256, 130), torch.randn(20, 130)
+    outcomes, quantised = [], []
+    for w in (nn.Parameter(weight), nn.Parameter(QuantizedWeight(quantize(weight, spec)))):
+        roles: list[tuple[str, str]] = []
+        leaf = x.clone().requires_grad_()
+
+        def observe(product: str, role: str, value: torch.Tensor, q: QTensor, roles: Any = roles) -> None:
+            roles.append((product, role))
+
+        out = low_precision_linear(leaf, w, products=products, observer=observe)
+        out.square().sum().backward()
+        outcomes.append((out.detach(), leaf.grad, w.grad))
+        quantised.append(roles)
+    assert quantised[0] == [("forward", "input"), ("forward", "weight"), ("dgrad", "grad_output"), ("dgrad", "weight")]
+    assert quantised[1] == [("forward", "input"), ("dgrad", "grad_output")]
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    # A product in another format has only the values to start from.
+    other = low_precision_linear(x, w, products=Products(forward="mxfp8"))
+    assert torch.equal(other, low_precision_linear(x, w.quantized.dequantize(), products=Products(forward="mxfp8")))

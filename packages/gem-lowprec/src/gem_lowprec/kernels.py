@@ -260,7 +260,7 @@ def _plan(spec: QuantSpec, *, stochastic: bool) -> _Launch:
         )  # fmt: skip
     assert block_rows is not None
     height, width = max(block_rows, 16 if stochastic else 32), max(block_cols, 128)
-    warps = (8 if stochastic else 4) if height * width <= 4096 else 16 if stochastic else 8
+    warps = 16 if height * width > 4096 else 8 if stochastic else 4
     sizes = {"BR": block_rows, "BK": block_cols, "TR": height, "TK": width}
     return _Launch(kernel=_blocks, tile=Tile(bm=height, bn=width, warps=warps), constants={**sizes, **constants})
 
