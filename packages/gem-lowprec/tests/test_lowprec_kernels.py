@@ -73,7 +73,7 @@ def test_the_references_bits(spec: QuantSpec, shape: tuple[int, int], dim: int, 
 @pytest.mark.parametrize("spec", [MXFP8, MXFP8_E5M2, FP8_128X128, FP8_ROW], ids=str)
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_stochastic_rounding_uses_the_same_words(spec: QuantSpec, dim: int) -> None:
-    x = values(40, 150, seed=1)
+    x = values(34, 140, seed=1)
     for randoms in (Randoms(seed=(1 << 63) + 7, stream=(1 << 32) - 1, step=1, offset=(1 << 40) + 3), Randoms(seed=1)):
         got = quantize(x.to(DEVICE), spec, dim, randoms=randoms, backend="triton")
         assert same(got, quantize(x, spec, dim, randoms=randoms))

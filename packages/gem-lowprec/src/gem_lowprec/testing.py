@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 
 def run_ranks(file: str, function: str, folder: Path, ranks: int = 2) -> None:
     """Call `function(folder)` of the Python file `file` in `ranks` processes joined by gloo; raises what it raises.
 
-    A test file is no importable module, so the processes load it by path.
+    A test file is no importable module, so the processes load it by path. They are forked from a clean server that
+    has imported FSDP2 once.
     """
-    mp.spawn(_rank, args=(file, function, folder, ranks), nprocs=ranks)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["gem_lowprec.fsdp"])
+    start_processes(_rank, (file, function, folder, ranks), nprocs=ranks, join=True, start_method="forkserver")
 
 
 def _rank(rank: int, file: str, function: str, folder: Path, ranks: int) -> None:
