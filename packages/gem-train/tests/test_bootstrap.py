@@ -142,6 +142,9 @@ def test_eval_json_has_an_interval_around_every_figure(finished_run):
             low, high = results["intervals"][task][name]
             assert low < figures[name] < high, (task, name)
     assert results["intervals"].keys() == results["model"].keys()
+    users = len(set(pq.read_table(RunDir(finished_run).predictions_file)["group"].to_pylist()))
+    warned = any(f"only {users} users" in note for note in results["notes"])
+    assert warned == (users < metrics.FEW_USERS)
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from gem_data import EventLog, Schema
 from gem_data.sources import synthetic
+from gem_parallel import start
 from gem_train.cli import main
-from gem_train.config import InputsConfig
+from gem_train.config import DataConfig, InputsConfig
+from gem_train.data import open_data
 from gem_train.errors import UserError
 from gem_train.inputs import model_inputs
 from gem_train.preparing import SOURCES, read_schema, size
@@ -121,6 +123,7 @@ def test_a_parquet_file_of_ones_own_is_prepared_and_trained_on(sources, tmp_path
     results = json.loads((out / "eval.json").read_text())
     assert results["source"] == "log"
     assert 0.5 < results["model"]["click"]["ne"] < 1.5
+    assert "optimal" not in results  # nobody knows it
     inputs = json.loads((out / "model.json").read_text())["inputs"]
     assert [s["name"] for s in inputs["sources"]] == (["impressions", "searches"] if sources else ["events"])
     if sources:
@@ -152,6 +155,10 @@ def test_what_make_builds_is_what_the_synthetic_source_gives(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["rows"] == len(log)
     assert found["label_rates"].keys() == {"click", "convert"}
+
+    with start("cpu") as runtime:
+        data = open_data(DataConfig(source="log", path=str(tmp_path / "log")), runtime)
+    assert data.optimal_ne(data.split.test) == synthetic.optimal_ne(log, data.split.test)
 
     assert main(["data", "make", "--out", str(tmp_path / "log")]) == 2
     assert "--overwrite" in capsys.readouterr().err

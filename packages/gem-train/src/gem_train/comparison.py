@@ -11,14 +11,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from gem_train.errors import UserError
-from gem_train.metrics.bootstrap import METRICS, resample
+from gem_train.metrics.bootstrap import FEW_USERS, METRICS, resample
 from gem_train.metrics.classification import logit
 from gem_train.run_dir import RunDir, read_json
 
 # Where float64 rounds a probability to 0 or 1, the logit is not finite: take the nearest one that is.
 LOWEST, HIGHEST = np.nextafter(0.0, 1.0), np.nextafter(1.0, 0.0)
 LOWER_IS_BETTER = {"ne": True, "log_loss": True, "auc": False, "gauc": False}
-FEW_USERS = 50
 
 
 @dataclass(frozen=True, kw_only=True)

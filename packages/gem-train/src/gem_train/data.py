@@ -65,8 +65,10 @@ class Data:
         }
 
     def optimal_ne(self, rows: NDArray[np.int64]) -> dict[str, float] | None:
-        """The NE of the true probabilities by task, where the source knows them."""
-        return synthetic.optimal_ne(self.log, rows) if self.source == "synthetic" else None
+        """The NE of the true probabilities by task, where the log holds them: simulated ones do."""
+        hidden = {c.name for c in self.schema.columns if c.role == "hidden"}
+        known = self.schema.name == "synthetic" and {f"p_{t}" for t in self.schema.task_names} <= hidden
+        return synthetic.optimal_ne(self.log, rows) if known else None
 
 
 def open_data(config: DataConfig, runtime: Runtime) -> Data:

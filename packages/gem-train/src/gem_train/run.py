@@ -22,6 +22,7 @@ from gem_train.data import Data, without_history
 from gem_train.errors import UserError, user_errors
 from gem_train.evaluation import Predictions, calibration_curves, figures, intervals, slices
 from gem_train.events import Events, truncate
+from gem_train.metrics import FEW_USERS
 from gem_train.progress import Progress
 from gem_train.run_dir import RunDir, new_path, read_json, write_json
 from gem_train.trainer import Trainer
@@ -122,6 +123,9 @@ def test(trainer: Trainer, data: Data) -> dict[str, Any] | None:
     tasks = parts.inputs.tasks
     with parts.events.span("baselines"):
         baselines, notes = baseline_figures(data, predictions)
+    users = len(np.unique(predictions.groups))
+    if users < FEW_USERS:
+        notes.append(f"the test split has only {users} users: the intervals are too narrow")
     results: dict[str, Any] = {
         "split": "test",
         "samples": len(predictions),

@@ -86,7 +86,8 @@ def render(found: Plan, notes: tuple[str, ...], run: str) -> str:
     lines = [
         *(f"note: {note}" for note in notes),
         str(found),
-        f"model      {flops:,.2f} MFLOP forward a sample (mean over training rows); {kept:,.2f} MiB kept (estimated)",
+        f"model      {found.model.dense_params:,} dense and {found.model.table_params:,} table parameters",
+        f"           {flops:,.2f} MFLOP forward a sample (mean over training rows); {kept:,.2f} MiB kept (estimated)",
         f"run it     {run} {' '.join(f'--set {s}' for s in settings(found.layout))}",
     ]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """How good the predictions are (NE, AUC, GAUC, calibration) and how well the machine was used (MFU)."""
 
-from gem_train.metrics.bootstrap import METRICS, Draws, resample
+from gem_train.metrics.bootstrap import FEW_USERS, METRICS, Draws, resample
 from gem_train.metrics.classification import (
     GroupedAuc,
     auc,
@@ -17,6 +17,7 @@ from gem_train.metrics.classification import (
 from gem_train.metrics.mfu import PEAK_TFLOPS, Mfu, model_flops_utilization, peak_flops
 
 __all__ = [
+    "FEW_USERS",
     "METRICS",
     "PEAK_TFLOPS",
     "Draws",

@@ -25,6 +25,7 @@ from gem_train.metrics.classification import Array, _auc_by_group, binary_entrop
 METRICS = ("ne", "log_loss", "auc", "gauc", "calibration")
 AUC_WORK = 100_000_000  # samples x draws x models
 FEWEST = 100  # draws that still give an interval
+FEW_USERS = 50  # with fewer, percentiles of the bootstrap are known to be too narrow
 BLOCK = 4_000_000  # users x draws at a time
 
 
