@@ -6,11 +6,9 @@ import math
 import pytest
 import torch
 import torch.multiprocessing as mp
-from gem_model import GEM, preset
+from gem_model import preset
 from gem_model.config import EXPERTS
 from gem_model.dhen import DHEN, KINDS, AttentionExpert, CrossExpert, WukongExpert
-from gem_model.roles import roles
-from gem_model.testing import example_inputs
 
 CONFIG = preset("tiny", experts=("wukong", "dcn", "attention", "dcn"), cross_rank=5)
 N, D = 9, CONFIG.width
@@ -82,9 +80,18 @@ def test_kinds_are_those_of_the_configuration():
     assert tuple(KINDS) == EXPERTS
 
 
+def with_experts(*experts):
+    """A whole GEM and its roles; imported here, because the ranks below need not wait for TorchRec."""
+    from gem_model import GEM
+    from gem_model.roles import roles
+    from gem_model.testing import example_inputs
+
+    model = GEM(preset("tiny", experts=experts, layers=2), example_inputs())
+    return model, roles(model)
+
+
 def test_roles_name_the_experts():
-    model = GEM(preset("tiny", experts=("wukong", "attention"), layers=2), example_inputs())
-    found = roles(model)
+    model, found = with_experts("wukong", "attention")
     experts = [name for name, role in found.items() if role == "expert"]
     prefixes = [f"layers.{i}.interaction.ensemble.experts.{j}." for i in range(2) for j in range(2)]
     assert {name[: len(prefixes[0])] for name in experts} == set(prefixes)
@@ -95,9 +102,9 @@ def test_roles_name_the_experts():
 
 def test_ensembles_are_what_the_expert_axis_looks_for():
     expert = pytest.importorskip("gem_parallel.expert")
-    model = GEM(preset("tiny", experts=("wukong", "dcn"), layers=2), example_inputs())
+    model, found = with_experts("wukong", "dcn")
     names = [f"layers.{i}.interaction.ensemble" for i in range(2)]
-    assert expert.find_ensembles(model, roles(model)) == names
+    assert expert.find_ensembles(model, found) == names
 
 
 def spread(rank, init, folder):
