@@ -166,6 +166,25 @@ def test_what_make_builds_is_what_the_synthetic_source_gives(tmp_path, capsys):
     assert len(EventLog.open(tmp_path / "log")) < len(log)
 
 
+def test_samples_may_be_the_events_of_one_source_alone(tmp_path, capsys):
+    """Searches are history: they were not shown to anyone who could click."""
+    make = ["data", "make", "--out", str(tmp_path / "log"), "--set", "events=2000", "--set", "searches=0.4"]
+    assert main(make) == 0
+    path = str(tmp_path / "log")
+    log = EventLog.open(path)
+    shown = {"impressions": log.source_rows("impressions"), "searches": log.source_rows("searches")}
+    assert len(shown["searches"]) > 100
+    with start("cpu") as runtime:
+        for samples, expected in ((None, "impressions"), ("impressions", "impressions"), ("searches", "searches")):
+            split = open_data(DataConfig(source="log", path=path, samples=samples), runtime).split
+            rows = np.concatenate([split.train, split.validation, split.test])
+            np.testing.assert_array_equal(np.sort(rows), np.sort(shown[expected]))
+            assert log.time[split.train].max() < log.time[split.test].min()
+            assert (np.diff(log.time[split.train]) >= 0).all()
+        with pytest.raises(ValueError, match=r"no source of the log; did you mean 'searches'\?"):
+            open_data(DataConfig(source="log", path=path, samples="serches"), runtime)
+
+
 def test_a_layout_is_prepared_from_its_folder(tmp_path, capsys):
     rows = [f"{u},{i},{c},{b},{1511544070 + 60 * t}" for t, (u, i, c, b) in enumerate(
         [(1, 2, 3, "pv"), (1, 4, 3, "buy"), (2, 2, 3, "pv"), (2, 5, 6, "fav"), (2, 7, 6, "cart")]

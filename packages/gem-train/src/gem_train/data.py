@@ -34,6 +34,7 @@ from gem_parallel import Runtime
 from numpy.typing import NDArray
 
 from gem_train.config import DataConfig
+from gem_train.config.tree import suggest
 
 CHUNK = 8192  # rows read at a time where the whole training split is passed over
 
@@ -189,7 +190,30 @@ def _load(config: DataConfig, source: str) -> tuple[pa.Table, Schema]:
 
 def _opened(folder: Path, config: DataConfig, source: str, notes: tuple[str, ...]) -> Data:
     log = EventLog.open(folder)
-    return Data(log=log, split=time_split(log, config.fractions), source=source, notes=notes)
+    split = time_split(log, config.fractions)
+    samples = config.samples
+    if samples is None and log.schema.name == "synthetic" and "impressions" in log.schema.source_names:
+        samples = "impressions"  # gem_data's simulated searches have labels, but were not shown to be clicked
+    if samples is not None:
+        split = _only(split, log, samples)
+    return Data(log=log, split=split, source=source, notes=notes)
+
+
+def _only(split: Split, log: EventLog, source: str) -> Split:
+    """The part of the split whose rows are events of a source. Raises ValueError for an unknown or absent one."""
+    if source not in log.schema.source_names:
+        known = log.schema.source_names
+        raise ValueError(f"samples is {source!r}, no source of the log{suggest(source, known)}; it has {known}")
+    if not log.schema.sources:  # the one history holds every event
+        return split
+    chosen = np.zeros(len(log), bool)
+    chosen[log.source_rows(source)] = True
+    parts = {f.name: getattr(split, f.name) for f in dataclasses.fields(split)}
+    kept = {name: rows[chosen[rows]] for name, rows in parts.items()}
+    for name, rows in kept.items():
+        if not len(rows):
+            raise ValueError(f"the {name} part has no event of the source {source!r}: nothing to sample")
+    return Split(**kept)
 
 
 def _together(runtime: Runtime, source: str, work: Callable[[], Path]) -> tuple[Path | None, str]:

@@ -29,22 +29,19 @@ def rows(results: dict[str, Any]) -> list[tuple[str, str, dict[str, float | None
 
 def results_table(results: dict[str, Any]) -> Table:
     """The figures of eval.json for the terminal."""
-    caption = above_the_best(results)
+    sure = [f"{task}: 95% interval of the NE {interval(i['ne'])}" for task, i in results.get("intervals", {}).items()]
+    caption = "\n".join([*sure, above_the_best(results)]).rstrip()
     title = f"{results['split']}: {results['samples']} samples of {results['source']}, weights: {results['weights']}"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("task")
     table.add_column("predictor")
-    for key, heading in COLUMNS:
+    for _, heading in COLUMNS:
         table.add_column(heading, justify="right")
-        if key == "ne" and "intervals" in results:
-            table.add_column("95% of NE", justify="right")
     before = None
     for task, name, figures in rows(results):
         if before not in (None, task):
             table.add_section()
         values = [cell(figures.get(key)) for key, _ in COLUMNS]
-        if "intervals" in results:
-            values.insert(1, interval(results["intervals"][task]["ne"]) if name == NAMES["model"] else "")
         table.add_row(task if task != before else "", name, *values, style="bold" if name == NAMES["model"] else None)
         before = task
     return table

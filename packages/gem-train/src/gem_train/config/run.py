@@ -23,6 +23,8 @@ class DataConfig:
         source: "movielens" (the 100K ratings, a positive is a rating of 4 or 5), "synthetic" (impressions with a known
             optimal NE), or "log" (a folder that gem_data built).
         path: the folder, for source="log".
+        samples: the source of the schema whose events are the samples, where some events are history alone (searches);
+            None is every event, and "impressions" for a synthetic log with searches.
         cache: where built logs and downloads are kept; None is $XDG_CACHE_HOME/gem-train or ~/.cache/gem-train.
         fallback: use the synthetic source, loudly, where movielens can't be had; False stops the run instead.
         fractions: train, validation and test shares of the global time order.
@@ -35,6 +37,7 @@ class DataConfig:
 
     source: Literal["movielens", "synthetic", "log"] = "synthetic"
     path: str | None = None
+    samples: str | None = None
     cache: str | None = None
     fallback: bool = True
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
