@@ -24,12 +24,13 @@ def table(name: str, result: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     ceilings = ", ".join(f"{k} {v:g}" for k, v in result["ceilings"].items())
     peers = sorted({peer for row in result["rows"] for peer in row.get("peers", {})})
+    units = ", ".join(sorted({row.get("unit", "tflops") for row in result["rows"]}))
     head = ["case", "op", "pass", "variant", "ms", "TFLOP/s", "GB/s", "of GEMM", "of copy", "error", *peers]
     lines = [
         f"## {result['suite']}, {result['card']}, {result['date']}",
         "",
         f"[{name}]({name}): commit {result['commit'][:10]}; {versions}. Ceilings of the same run: {ceilings}.",
-        "Peers in TFLOP/s of the same run, TFLOP/s count useful work only.",
+        f"Peers are of the same run, in {units}; TFLOP/s count useful work only.",
         "",
         "| " + " | ".join(head) + " |",
         "| " + " | ".join("---" for _ in head) + " |",
