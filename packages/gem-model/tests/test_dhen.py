@@ -1,11 +1,9 @@
 """Interaction experts against their formulas, and what makes them a group that can be spread over ranks."""
 
-import datetime
 import math
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from gem_model import preset
 from gem_model.config import EXPERTS
 from gem_model.dhen import DHEN, KINDS, AttentionExpert, CrossExpert, WukongExpert
@@ -107,32 +105,26 @@ def test_ensembles_are_what_the_expert_axis_looks_for():
     assert expert.find_ensembles(model, found) == names
 
 
-def spread(rank, init, folder):
+def spread(runtime):
     """One of two ranks: half of the experts, half of the samples; gradients of the mean over all samples."""
     from gem_parallel import expert
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=init, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
-    )
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     torch.manual_seed(0)
     m = randomised(DHEN(N, CONFIG))
     wrapper = torch.nn.Sequential(m)
     expert.spread_experts(wrapper, ["0.ensemble"], mesh)
     x = torch.randn(8, N, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    mine = x[4 * rank : 4 * rank + 4].clone().requires_grad_()
+    mine = x[4 * runtime.rank : 4 * runtime.rank + 4].clone().requires_grad_()
     y = wrapper(mine)
     y.square().mean().backward()
     grads = {n: p.grad for n, p in m.named_parameters() if "experts" in n}
-    torch.save((y.detach(), mine.grad, grads), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return y.detach(), mine.grad, grads
 
 
 def test_experts_spread_over_two_ranks_equal_one(tmp_path):
-    pytest.importorskip("gem_parallel.expert")
-    mp.spawn(spread, (f"file://{tmp_path}/init", str(tmp_path)), nprocs=2)
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    ranks = pytest.importorskip("gem_parallel.testing")
+    results = ranks.run_ranks(2, __file__, "spread", tmp_path)
     torch.manual_seed(0)
     m = randomised(DHEN(N, CONFIG))
     x = torch.randn(8, N, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64).requires_grad_()

@@ -57,7 +57,8 @@ def test_the_folder_of_a_run_is_complete(finished_run, cache):
     assert model["parameters"]["dense"] > 0
     assert model["precision"] == "fp32"
     assert "CPU" in model["mfu"]
-    assert json.loads(run.env_file.read_text())["versions"]["torch"] == torch.__version__
+    found = json.loads(run.env_file.read_text())["versions"]["torch"]  # of the distribution: perhaps without "+cu130"
+    assert found.partition("+")[0] == torch.__version__.partition("+")[0]
     assert {r.get("event") for r in read(run.events_file)} >= {"start", "finished"}
     assert {r.get("span") for r in read(run.events_file)} >= {"validation", "checkpoint", "test", "baselines"}
 
