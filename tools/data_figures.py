@@ -13,10 +13,10 @@ import matplotlib
 import numpy as np
 from gem_data import EventLog, SourceUnavailable, prepare
 from gem_data.balance import LengthCost
-from gem_data.events import from_table
-from gem_data.inspection import user_lengths
-from gem_data.simulate import METHODS, Lognormal, Observed, Sampler, simulate
+from gem_data.balance.simulate import METHODS, Lognormal, Observed, Sampler, simulate
+from gem_data.log.inspection import user_lengths
 from gem_data.sources import movielens, open_bandit
+from gem_data.sources.events import from_table
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt

@@ -4,13 +4,15 @@ import json
 
 import numpy as np
 import pytest
-from gem_data import Collator, bench
-from gem_data.testing import padded_collate
+from gem_data import Collator
+from gem_data.bench.__main__ import main
+from gem_data.bench.assembly import check
+from gem_data.bench.peers import padded_collate
 
 
 def test_the_benchmark_runs_and_writes_what_it_printed(tmp_path, capsys):
     out = tmp_path / "data.json"
-    bench.main(["--events", "3000", "--batch-size", "64", "--max-history", "8", "--repeats", "2", "--out", str(out)])
+    main(["--events", "3000", "--batch-size", "64", "--max-history", "8", "--repeats", "2", "--out", str(out)])
     result = json.loads(out.read_text())
     (row,) = result["rows"]
     assert result["suite"] == "data"
@@ -22,15 +24,15 @@ def test_the_benchmark_runs_and_writes_what_it_printed(tmp_path, capsys):
 def test_the_benchmark_refuses_results_that_differ(small_log):
     rows = np.arange(100, 120)
     batch, padded = Collator(small_log, max_history=6)(rows), padded_collate(small_log, rows, 6)
-    bench.check(batch, padded)
+    check(batch, padded)
     padded["item"][5, 0] += 1
     with pytest.raises(AssertionError, match="item"):
-        bench.check(batch, padded)
+        check(batch, padded)
 
 
 def test_the_other_measurements_run(tmp_path, capsys):
     more = ["--first-batch", "20000", "--prepare", "3000", "--balance", "4", "--scratch", str(tmp_path)]
-    bench.main(["--events", "2000", "--batch-size", "16", "--max-history", "4", "--repeats", "1", *more])
+    main(["--events", "2000", "--batch-size", "16", "--max-history", "4", "--repeats", "1", *more])
     out = capsys.readouterr().out
     for part in ("first-batch-", "worker-", "prepare-kuairand-3000", "balance-4  op bbs"):
         assert part in out

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from gem_data.balance import LengthCost, assign, budget_batches, imbalance, moved
-from gem_data.simulate import Lognormal, Observed, main, simulate
+from gem_data.balance.simulate import Lognormal, Observed, main, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

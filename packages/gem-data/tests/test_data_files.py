@@ -14,7 +14,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from gem_data import Collator, EventLog, SourceUnavailable, inspect, prepare
-from gem_data.inspection import histogram, summary
+from gem_data.log.inspection import histogram, summary
 from gem_data.sources import kuairand, layouts, open_bandit, wheel
 from gem_data.sources.files import files
 from gem_data.testing import rich_events, rich_schema, small_events, small_schema
@@ -112,11 +112,11 @@ def test_wrong_paths_and_formats(tmp_path):
 
 
 def test_a_file_that_changed_is_not_resumed(tmp_path, monkeypatch):
-    import gem_data.outofcore
+    import gem_data.build.out_of_core
 
     csv.write_csv(PLAIN, tmp_path / "a.csv")
     with monkeypatch.context() as patch:
-        patch.setattr(gem_data.outofcore, "finish_part", lambda *_: 1 / 0)
+        patch.setattr(gem_data.build.out_of_core, "finish_part", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare(files(tmp_path / "a.csv", plain_schema()), tmp_path / "log")
     csv.write_csv(PLAIN.slice(0, 30), tmp_path / "a.csv")

@@ -5,13 +5,13 @@ import errno
 import json
 import pickle
 
-import gem_data.build
+import gem_data.build.in_memory
 import numpy as np
 import pyarrow as pa
 import pytest
 from gem_data import Column, EventLog, Schema, Task, build_log
+from gem_data.build.validate import duplicates, validate
 from gem_data.testing import small_events, small_schema
-from gem_data.validate import duplicates, validate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,7 +164,7 @@ def test_duplicates_against_a_set(rows):
 
 
 def test_a_colliding_hash_rejects_nothing(monkeypatch):
-    monkeypatch.setattr("gem_data.validate.mix64", lambda x: np.zeros_like(x))
+    monkeypatch.setattr("gem_data.build.validate.mix64", lambda x: np.zeros_like(x))
     assert duplicates([np.array([3, 1, 3, 2])]).tolist() == [2]
 
 
@@ -233,7 +233,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, victim, 
     if overwrite:
         build_log(plain(), PLAIN, folder)
         before = EventLog.open(folder).digest
-    real = getattr(gem_data.build, victim)
+    real = getattr(gem_data.build.in_memory, victim)
 
     def full(path, *rest):
         if victim.startswith("_write"):
@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, victim, 
             path.write_bytes(path.read_bytes()[:10])  # some of it had been written
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(gem_data.build, victim, full)
+    monkeypatch.setattr(gem_data.build.in_memory, victim, full)
     with pytest.raises(OSError, match=r"no space left on the disk while building .*nothing was left in place") as error:
         build_log(plain(score=[1.0, 1.0, 1.0]), PLAIN, folder, overwrite=overwrite)
     assert error.value.errno == errno.ENOSPC
@@ -254,7 +254,7 @@ def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gem_data.build, "_write_rejects", stop)
+    monkeypatch.setattr(gem_data.build.in_memory, "_write_rejects", stop)
     with pytest.raises(KeyboardInterrupt):
         build_log(plain(), PLAIN, tmp_path / "log")
     assert list(tmp_path.iterdir()) == []

@@ -27,8 +27,8 @@ from gem_data import (
     to_device,
 )
 from gem_data.balance import LengthCost, imbalance
-from gem_data.order import Cipher
-from gem_data.pack import pack
+from gem_data.batches.order import Cipher
+from gem_data.batches.pack import pack
 from gem_data.testing import brute_counter, brute_history, rich_events, rich_schema, small_events, small_schema
 from hypothesis import given, settings
 from hypothesis import strategies as st

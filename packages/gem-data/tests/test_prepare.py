@@ -8,12 +8,12 @@ import json
 import subprocess
 import sys
 
-import gem_data.outofcore
+import gem_data.build.out_of_core
 import numpy as np
 import pyarrow as pa
 import pytest
 from gem_data import Collator, EventLog, build_log, prepare, time_split
-from gem_data.events import Events, from_table
+from gem_data.sources.events import Events, from_table
 from gem_data.testing import brute_counter, brute_history, rich_events, rich_schema, small_events, small_schema
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,11 +63,11 @@ def test_the_same_log_as_in_memory(tmp_path_factory, n, seed, part_rows, chunk, 
     schema = rich_schema(delay=delay) if rich else dataclasses.replace(small_schema(), delay=delay)
     table = spoiled((rich_events if rich else small_events)(n, seed=seed), schema)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gem_data.events, "CHUNK_ROWS", chunk)
+        patch.setattr(gem_data.sources.events, "CHUNK_ROWS", chunk)
         patch.setattr(Events.chunks, "__defaults__", (chunk,))
-        patch.setattr(gem_data.streamed, "BYTES_PER_ROW", 1 << 26)  # many buckets of keys
-        patch.setattr(gem_data.streamed, "CHUNK", 9)
-        patch.setattr(gem_data.finish, "CHUNK", 9)
+        patch.setattr(gem_data.features.streamed, "BYTES_PER_ROW", 1 << 26)  # many buckets of keys
+        patch.setattr(gem_data.features.streamed, "CHUNK", 9)
+        patch.setattr(gem_data.build.finish, "CHUNK", 9)
         _, whole, parts = both(folder, table, schema, part_rows=part_rows, memory=1 << 28)
     same_logs(whole, parts)
     assert len(parts.manifest["generations"][0]["parts"]) == (
@@ -82,7 +82,7 @@ def test_the_same_log_as_in_memory(tmp_path_factory, n, seed, part_rows, chunk, 
     assert rejects[0] == rejects[1]
     rows = np.random.default_rng(seed).integers(len(whole), size=9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gem_data.log, "LONG_RUN", -1 if runs else 10**6)  # slices, or a gather
+        patch.setattr(gem_data.log.event_log, "LONG_RUN", -1 if runs else 10**6)  # slices, or a gather
         a, b = (Collator(log, max_history=5)(rows) for log in (whole, parts))
     for source in schema.source_names:
         x, y = a.sequences[source], b.sequences[source]
@@ -124,12 +124,16 @@ def test_splits_of_parts_are_those_of_the_whole(tmp_path):
     ],
 )
 def test_a_killed_build_goes_on_where_it_stopped(tmp_path, monkeypatch, victim, after):
-    import gem_data.engine
-    import gem_data.finish
+    import gem_data.build.engine
+    import gem_data.build.finish
 
     schema, table = rich_schema(), spoiled(rich_events(100), rich_schema())
-    home = {"partition": gem_data.engine.Engine, "merge_indices": gem_data.finish, "stream_counters": gem_data.finish}
-    owner = home.get(victim, gem_data.outofcore)
+    home = {
+        "partition": gem_data.build.engine.Engine,
+        "merge_indices": gem_data.build.finish,
+        "stream_counters": gem_data.build.finish,
+    }
+    owner = home.get(victim, gem_data.build.out_of_core)
     real, calls = getattr(owner, victim), []
 
     def kill(*args, **kwargs):
@@ -157,8 +161,8 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path, monkeypatch, victim, 
 def test_a_build_that_is_killed_by_the_system_is_resumed(tmp_path):
     """A real SIGKILL, in the middle of the parts."""
     code = (
-        "import os, sys, gem_data.outofcore as p\n"
-        "from gem_data.events import from_table\n"
+        "import os, sys, gem_data.build.out_of_core as p\n"
+        "from gem_data.sources.events import from_table\n"
         "from gem_data.testing import small_events, small_schema\n"
         "real = p.finish_part\n"
         "def kill(*a, **k):\n"
@@ -176,7 +180,7 @@ def test_a_build_that_is_killed_by_the_system_is_resumed(tmp_path):
 
 def test_an_unfinished_build_of_something_else_is_not_mixed_in(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(gem_data.outofcore, "finish_part", lambda *_: 1 / 0)
+        patch.setattr(gem_data.build.out_of_core, "finish_part", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare(from_table(small_events(50), small_schema()), tmp_path / "log")
     other = from_table(rich_events(50), rich_schema())
@@ -203,7 +207,7 @@ def test_a_full_disk_says_how_to_go_on(tmp_path, monkeypatch):
         def full(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch.setattr(gem_data.outofcore, "finish_part", full)
+        patch.setattr(gem_data.build.out_of_core, "finish_part", full)
         with pytest.raises(OSError, match="make room and prepare again to go on") as error:
             prepare(source, tmp_path / "log")
     assert error.value.errno == errno.ENOSPC
@@ -269,7 +273,7 @@ def test_progress_and_licence(tmp_path, capsys):
     stages = list(dict.fromkeys(p.stage for p in seen))
     assert stages == ["checked", "dealt", "sorted", "ordered", "counters"]
     assert seen[-1].done == seen[-1].total == 1
-    gem_data.outofcore.print_progress(seen[-1])
+    gem_data.build.out_of_core.print_progress(seen[-1])
     assert "counters: 100%" in capsys.readouterr().err
 
 

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 import torch
 from gem_data import Collator, Column, EventLog, JaggedBatch, Loader, LoaderConfig, Schema, Source, Task, build_log
+from gem_data.build.validate import duplicates
 from gem_data.ragged import Ragged
 from gem_data.testing import brute_counter, brute_history, rich_events, rich_schema
-from gem_data.validate import duplicates
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gem_data import Collator, EventLog, build_log
-from gem_data.testing import brute_counter, brute_history, padded_collate, small_events, small_schema
+from gem_data.bench.peers import padded_collate
+from gem_data.testing import brute_counter, brute_history, small_events, small_schema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from gem_data import Column, EventLog, build_log
-from gem_data.statistics import Moments
+from gem_data.features.statistics import Moments
+from gem_data.features.vocabulary import Vocabulary, vocabulary_file
 from gem_data.testing import rich_events, rich_schema
-from gem_data.vocabulary import Vocabulary, vocabulary_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.multiprocessing as mp
-from gem_data.batch import JaggedBatch
+from gem_data import JaggedBatch
 from gem_parallel import start
 from gem_train.config import to_toml
 from gem_train.evaluation import Predictions, _checked

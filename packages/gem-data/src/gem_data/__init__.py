@@ -9,52 +9,52 @@ from gem_data.__about__ import __version__
 
 if TYPE_CHECKING:
     from gem_data.balance import assign
-    from gem_data.batch import JaggedBatch, JaggedIds, JaggedSequence
-    from gem_data.build import BuildSummary, build_log
-    from gem_data.collate import Collator
-    from gem_data.events import Events, from_table
-    from gem_data.growth import append
-    from gem_data.inspection import inspect
-    from gem_data.loader import Loader, LoaderConfig
-    from gem_data.log import EventLog, History
-    from gem_data.outofcore import Progress, prepare
+    from gem_data.batches.batch import JaggedBatch, JaggedIds, JaggedSequence
+    from gem_data.batches.collate import Collator
+    from gem_data.batches.loader import Loader, LoaderConfig
+    from gem_data.batches.tail import TailLoader
+    from gem_data.batches.transfer import to_device
+    from gem_data.build.growth import append
+    from gem_data.build.in_memory import BuildSummary, build_log
+    from gem_data.build.out_of_core import Progress, prepare
+    from gem_data.features.vocabulary import Vocabulary
+    from gem_data.log.event_log import EventLog, History
+    from gem_data.log.inspection import inspect
+    from gem_data.log.split import Split, time_split
     from gem_data.schema import Column, Counter, Schema, Source, Task
     from gem_data.sources import SourceUnavailable
-    from gem_data.split import Split, time_split
-    from gem_data.tail import TailLoader
-    from gem_data.transfer import to_device
-    from gem_data.vocabulary import Vocabulary
+    from gem_data.sources.events import Events, from_table
 
 # Imported when first used: a schema or a log needs no torch.
 _HOME = {
-    "BuildSummary": "build",
-    "Collator": "collate",
+    "BuildSummary": "build.in_memory",
+    "Collator": "batches.collate",
     "Column": "schema",
     "Counter": "schema",
-    "EventLog": "log",
-    "History": "log",
-    "JaggedBatch": "batch",
-    "JaggedIds": "batch",
-    "JaggedSequence": "batch",
-    "Loader": "loader",
-    "LoaderConfig": "loader",
+    "EventLog": "log.event_log",
+    "History": "log.event_log",
+    "JaggedBatch": "batches.batch",
+    "JaggedIds": "batches.batch",
+    "JaggedSequence": "batches.batch",
+    "Loader": "batches.loader",
+    "LoaderConfig": "batches.loader",
     "Schema": "schema",
     "Source": "schema",
     "SourceUnavailable": "sources",
-    "Split": "split",
+    "Split": "log.split",
     "Task": "schema",
-    "Vocabulary": "vocabulary",
-    "Events": "events",
-    "Progress": "outofcore",
-    "TailLoader": "tail",
-    "append": "growth",
+    "Vocabulary": "features.vocabulary",
+    "Events": "sources.events",
+    "Progress": "build.out_of_core",
+    "TailLoader": "batches.tail",
+    "append": "build.growth",
     "assign": "balance",
-    "build_log": "build",
-    "from_table": "events",
-    "inspect": "inspection",
-    "prepare": "outofcore",
-    "to_device": "transfer",
-    "time_split": "split",
+    "build_log": "build.in_memory",
+    "from_table": "sources.events",
+    "inspect": "log.inspection",
+    "prepare": "build.out_of_core",
+    "to_device": "batches.transfer",
+    "time_split": "log.split",
 }
 
 __all__ = [

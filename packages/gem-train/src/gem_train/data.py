@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gem_data.build
-import gem_data.counters
+import gem_data.build.in_memory
+import gem_data.features.counters
 import numpy as np
 import pyarrow as pa
 import torch
@@ -105,7 +105,7 @@ def build(config: DataConfig, source: str) -> Path:
     """
     module, options = (movielens, {}) if source == "movielens" else (synthetic, dataclasses.asdict(config.synthetic))
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
-    for code in (module, gem_data.build, gem_data.counters):
+    for code in (module, gem_data.build.in_memory, gem_data.features.counters):
         key.update(Path(str(code.__file__)).read_bytes())
     folder = cache_folder(config) / f"{source}-{key.hexdigest()[:16]}"
     if not folder.exists():

@@ -100,7 +100,7 @@ class Reporter:
     def __call__(self, progress: Progress) -> None:
         """As `gem_data.prepare` calls it."""
         if sys.stderr.isatty():
-            from gem_data.outofcore import print_progress
+            from gem_data.build.out_of_core import print_progress
 
             print_progress(progress)
         elif progress.stage != self.stage:

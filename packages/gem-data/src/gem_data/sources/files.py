@@ -12,8 +12,8 @@ import pyarrow.ipc as ipc
 import pyarrow.json as json_lines
 import pyarrow.parquet as pq
 
-from gem_data.events import Events
 from gem_data.schema import Schema, unknown
+from gem_data.sources.events import Events
 
 Format = Literal["parquet", "arrow", "csv", "tsv", "jsonl"]
 Transform = Callable[[pa.Table], pa.Table]

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from gem_data.events import Events
 from gem_data.schema import Column, Counter, Schema, Task, unknown
 from gem_data.sources import SourceUnavailable
+from gem_data.sources.events import Events
 from gem_data.sources.files import RAW, files
 
 Variant = Literal["pure", "1k", "27k"]

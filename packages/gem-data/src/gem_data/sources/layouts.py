@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gem_data.events import Events
 from gem_data.schema import Column, Counter, Schema, Source, Task
 from gem_data.sources import SourceUnavailable
+from gem_data.sources.events import Events
 from gem_data.sources.files import files, read
 
 MOVIELENS_LICENCE = (

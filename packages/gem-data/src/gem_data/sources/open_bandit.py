@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as csv
 
-from gem_data.events import Events
 from gem_data.schema import Column, Counter, Schema, Task
 from gem_data.sources import SourceUnavailable
+from gem_data.sources.events import Events
 from gem_data.sources.wheel import Wheel
 
 LICENCE = (

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gem_data.log import EventLog
+from gem_data.log.event_log import EventLog
 from gem_data.schema import Column, Counter, Schema, Source, Task
 
 ITEMS, CATEGORIES, SEGMENTS = 200, 8, 4

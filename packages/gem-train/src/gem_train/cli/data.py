@@ -39,7 +39,7 @@ def make(arguments: argparse.Namespace) -> int:
 def inspect(arguments: argparse.Namespace) -> int:
     """Say what a log holds."""
     import gem_data
-    from gem_data.inspection import summary
+    from gem_data.log.inspection import summary
 
     from gem_train.events import finite
 

@@ -7,8 +7,8 @@ from collections.abc import Generator, Iterable
 
 import torch
 
-from gem_data.batch import JaggedBatch
-from gem_data.pack import pack
+from gem_data.batches.batch import JaggedBatch
+from gem_data.batches.pack import pack
 
 
 def to_device(

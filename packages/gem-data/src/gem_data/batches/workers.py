@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from gem_data.batch import JaggedBatch
-from gem_data.collate import Collator
-from gem_data.pack import Packed, pack
+from gem_data.batches.batch import JaggedBatch
+from gem_data.batches.collate import Collator
+from gem_data.batches.pack import Packed, pack
 
 Start = Literal["fork", "forkserver", "spawn"]
 Share = tuple[NDArray[np.int64], NDArray[np.bool_]]  # rows, and which of them are padding

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gem_data.vocabulary import Vocabulary
+from gem_data.features.vocabulary import Vocabulary
 
 ROW = "_row"  # the number of the row in the source
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.batch import JaggedBatch
-from gem_data.collate import Collator
-from gem_data.loader import LoaderConfig
-from gem_data.log import EventLog
+from gem_data.batches.batch import JaggedBatch
+from gem_data.batches.collate import Collator
+from gem_data.batches.loader import LoaderConfig
+from gem_data.log.event_log import EventLog
 
 
 class TailLoader:

@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from gem_data.build.validate import NO_KEY, keys_of, mix64
 from gem_data.ragged import Ragged
 from gem_data.schema import Column, Encoding
-from gem_data.validate import NO_KEY, keys_of, mix64
 
 Keys = NDArray[np.int64]
 

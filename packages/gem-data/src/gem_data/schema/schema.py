@@ -1,4 +1,4 @@
-"""What an event log holds: columns with roles, tasks derived from outcomes, streaming counters. No torch here."""
+"""A schema: the columns, tasks, counters and sources of a log, checked against one another, with a fingerprint."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gem_data.columns import (
+from gem_data.schema.columns import (
     MOST_BITS,
-    TIME,
     Column,
     Counter,
-    CounterKind,
-    Encoding,
     Kind,
     Role,
     Source,
@@ -25,21 +22,6 @@ from gem_data.columns import (
 
 _IDS: tuple[Kind, ...] = ("id", "ids")
 _DENSE: tuple[Kind, ...] = ("float", "vector", "bits")
-
-__all__ = [
-    "MOST_BITS",
-    "TIME",
-    "Column",
-    "Counter",
-    "CounterKind",
-    "Encoding",
-    "Kind",
-    "Role",
-    "Schema",
-    "Source",
-    "Task",
-    "unknown",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

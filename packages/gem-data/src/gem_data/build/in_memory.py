@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gem_data.counters import compute_counters
-from gem_data.log import (
+from gem_data.features.counters import compute_counters
+from gem_data.log.event_log import (
     COUNTERS,
     EVENTS,
     FORMAT,
@@ -29,11 +29,11 @@ from gem_data.log import (
     history_ends,
     label_arrays,
 )
-from gem_data.parts import write_columns
+from gem_data.log.parts import write_columns
 from gem_data.schema import TIME, Schema
-from gem_data.statistics import Moments
-from gem_data.validate import REASONS, Validated, as_table, validate
-from gem_data.vocabulary import Vocabulary, vocabulary_file
+from gem_data.features.statistics import Moments
+from gem_data.build.validate import REASONS, Validated, as_table, validate
+from gem_data.features.vocabulary import Vocabulary, vocabulary_file
 
 Array = NDArray[Any]
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.build import BuildSummary, in_place
-from gem_data.disk import new_array
-from gem_data.log import FORMAT_PARTS, HISTORY_END, MANIFEST, REJECTS, EventLog, file_digest
-from gem_data.parts import Generation, Part, map_columns
+from gem_data.build.in_memory import BuildSummary, in_place
+from gem_data.build.disk import new_array
+from gem_data.log.event_log import FORMAT_PARTS, HISTORY_END, MANIFEST, REJECTS, EventLog, file_digest
+from gem_data.log.parts import Generation, Part, map_columns
 from gem_data.schema import TIME, Schema
-from gem_data.statistics import Moments
-from gem_data.streamed import CHUNK, stream_counters
-from gem_data.vocabulary import Vocabulary, vocabulary_file
+from gem_data.features.statistics import Moments
+from gem_data.features.streamed import CHUNK, stream_counters
+from gem_data.features.vocabulary import Vocabulary, vocabulary_file
 
 Records = list[dict[str, Any]]
 Report = Callable[[str, float], None]

@@ -1,4 +1,4 @@
-"""Counters of a log that does not fit in memory: the same numbers as `gem_data.counters` gives, key by key.
+"""Counters of a log that does not fit in memory: the same numbers as `gem_data.features.counters` gives, key by key.
 
 A counter needs the earlier rows of its key, so rows are dealt into buckets by a hash of the key and each bucket is
 computed by itself. What concerns all rows, the running rate of everyone, is read off cumulative sums in order of time.
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.counters import _Work, task_delay
-from gem_data.disk import new_array, scratch_array
-from gem_data.log import EventLog, label_arrays
+from gem_data.build.disk import new_array, scratch_array
+from gem_data.build.validate import mix64
+from gem_data.features.counters import _Work, task_delay
+from gem_data.log.event_log import EventLog, label_arrays
 from gem_data.schema import TIME, Counter, Schema
-from gem_data.validate import mix64
 
 CHUNK = 1 << 20  # rows handled at a time where a pass goes over all of them
 BYTES_PER_ROW = 400  # of a bucket while it is computed, about

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from gem_data.build.validate import as_table
 from gem_data.schema import Schema
-from gem_data.validate import as_table
 
 CHUNK_ROWS = 1 << 19
 

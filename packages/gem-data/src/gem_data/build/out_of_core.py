@@ -28,16 +28,16 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from gem_data.build import BuildSummary, reject_lines
-from gem_data.disk import is_full
-from gem_data.engine import ROW, Engine, parquet
-from gem_data.events import Events
-from gem_data.finish import Finisher
-from gem_data.log import MANIFEST
-from gem_data.pieces import arrow_columns, finish_part
+from gem_data.build.in_memory import BuildSummary, reject_lines
+from gem_data.build.disk import is_full
+from gem_data.build.engine import ROW, Engine, parquet
+from gem_data.sources.events import Events
+from gem_data.build.finish import Finisher
+from gem_data.log.event_log import MANIFEST
+from gem_data.build.pieces import arrow_columns, finish_part
 from gem_data.schema import TIME, Schema
-from gem_data.validate import validate
-from gem_data.vocabulary import Vocabulary
+from gem_data.build.validate import validate
+from gem_data.features.vocabulary import Vocabulary
 
 VERSION = 1  # of what lies in the work folder
 

@@ -51,7 +51,7 @@ class Column:
 
     default     what a missing value becomes (an empty list for "ids"); without it the row is rejected.
     vocabulary  the source's values are keys (text or any int64) that a vocabulary maps to [0, cardinality):
-                "frequency" keeps the most frequent, "hash" needs no memory of them; see `gem_data.vocabulary`.
+                "frequency" keeps the most frequent, "hash" needs no memory of them; see `gem_data.features.vocabulary`.
     min_count   of "frequency": keys that are rarer share the id of unseen ones.
     delay       of an outcome: seconds until it is known (a conversion's lag); until then a history shows 0.
     """

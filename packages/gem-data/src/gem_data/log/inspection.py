@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.log import EventLog
+from gem_data.log.event_log import EventLog
 from gem_data.schema import Schema
 
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 99.9)

@@ -1,4 +1,4 @@
-"""`python -m gem_data.simulate`: what balancing is worth, for a length distribution, a cost and a number of ranks.
+"""What balancing is worth, for lengths, a cost and a number of ranks: `python -m gem_data.balance.simulate`.
 
 A step lasts as long as its heaviest rank, so max / average is the time that imbalance costs. The lengths are log-normal
 or those of an event log.
@@ -100,7 +100,7 @@ def simulate(
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line, simulate, print a table."""
-    parser = argparse.ArgumentParser(prog="python -m gem_data.simulate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m gem_data.balance.simulate", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024, 4096])
     parser.add_argument("--samples", type=int, default=1024, help="samples a rank and step")
     parser.add_argument("--sub-batch", type=int, default=SUB_BATCH)
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     lengths: Sampler = Lognormal(median=options.median, sigma=options.sigma, cap=options.cap)
     if options.log:
-        from gem_data.log import EventLog
+        from gem_data.log.event_log import EventLog
 
         log = EventLog.open(options.log)
         rows = np.random.default_rng(0).integers(len(log), size=min(len(log), 1_000_000))

@@ -1,7 +1,7 @@
 """The event log: a folder with Arrow files (memory-mapped), `manifest.json` and the rejected rows.
 
 `build_log` writes format 1, one file `events.arrow`; `prepare` and `append` write format 2, generations of parts, with
-index arrays beside them (see `gem_data.parts`). Both are read here.
+index arrays beside them (see `gem_data.log.parts`). Both are read here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.parts import Generation, Part, Plan, Runs, Spread, Watched, map_columns, spread
+from gem_data.log.parts import Generation, Part, Plan, Runs, Spread, Watched, map_columns, spread
 from gem_data.ragged import Ragged, spans
 from gem_data.schema import TIME, Schema, unknown
 
 if TYPE_CHECKING:
-    from gem_data.vocabulary import Vocabulary
+    from gem_data.features.vocabulary import Vocabulary
 
 FORMAT, FORMAT_PARTS = 1, 2
 EVENTS, MANIFEST, REJECTS = "events.arrow", "manifest.json", "rejects.jsonl"
@@ -56,7 +56,7 @@ def history_ends(user: Array, time: Array, *, delay: int = 0) -> NDArray[np.int6
 
     Without delay that is the first row of the same (user, time): equal times are not history.
     """
-    from gem_data.counters import first_recent
+    from gem_data.features.counters import first_recent
 
     n = len(user)
     new_user, new = np.ones(n, bool), np.ones(n, bool)
@@ -231,7 +231,7 @@ class EventLog:
     @cached_property
     def vocabularies(self) -> dict[str, Vocabulary]:
         """The vocabulary of each column that has one, checked against the schema."""
-        from gem_data.vocabulary import Vocabulary, vocabulary_file
+        from gem_data.features.vocabulary import Vocabulary, vocabulary_file
 
         coded = [c for c in self.schema.columns if c.vocabulary]
         return {c.name: Vocabulary.read(self.folder / vocabulary_file(c.name), c) for c in coded}

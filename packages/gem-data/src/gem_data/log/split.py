@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.log import EventLog
+from gem_data.log.event_log import EventLog
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gem_data.build import moments, reject_line
-from gem_data.engine import ROW
-from gem_data.log import HISTORY_END, file_digest, history_ends, label_arrays
-from gem_data.parts import to_arrow, write_columns
+from gem_data.build.in_memory import moments, reject_line
+from gem_data.build.engine import ROW
+from gem_data.log.event_log import HISTORY_END, file_digest, history_ends, label_arrays
+from gem_data.log.parts import to_arrow, write_columns
 from gem_data.ragged import Ragged
 from gem_data.schema import TIME, Schema
-from gem_data.validate import DUPLICATE, duplicates
-from gem_data.vocabulary import Vocabulary
+from gem_data.build.validate import DUPLICATE, duplicates
+from gem_data.features.vocabulary import Vocabulary
 
 Columns = dict[str, Any]
 

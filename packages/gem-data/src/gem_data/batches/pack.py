@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gem_data.batch import JaggedBatch
+from gem_data.batches.batch import JaggedBatch
 
 ALIGN = 64  # bytes: every tensor begins at a multiple
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shlex
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,95 +23,27 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from gem_data import measure as measure_
 from gem_data.balance import LengthCost
-from gem_data.batch import JaggedBatch
-from gem_data.build import build_log
-from gem_data.collate import Collator
-from gem_data.loader import permutation
-from gem_data.log import EventLog
-from gem_data.simulate import Lognormal, simulate
-from gem_data.testing import arrow_collate, arrow_lists, dataset_collate, padded_collate
-
-
-def median_seconds(work: Callable[[], Any], repeats: int) -> float:
-    """The median wall time of `repeats` runs after one to warm up."""
-    work()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times))
-
-
-def check(batch: JaggedBatch, padded: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Raise AssertionError unless both hold the same histories."""
-    sequence = batch.sequences["events"]
-    lengths = sequence.offsets.diff().numpy()
-    assert (lengths == padded["length"]).all()
-    valid = np.arange(padded["time"].shape[1]) < lengths[:, None]
-    for name, values in {"time": sequence.time, **sequence.ids, **sequence.floats}.items():
-        expected = padded[name][valid]
-        assert np.array_equal(values.numpy().reshape(expected.shape), expected), name
-
-
-def measure(*, events: int, batch_size: int, max_history: int, repeats: int, folder: Path) -> dict[str, Any]:
-    """Times on a log with four columns and log-normal histories (sigma 1), as one benchmark row with its peers."""
-    rng = np.random.default_rng(0)
-    lengths = measure_.lognormal_lengths(rng, events)
-    build_log(pa.table(measure_.four_events(rng, 0, lengths)), measure_.four_columns(len(lengths)), folder)
-    log = EventLog.open(folder)
-    collate = Collator(log, max_history=max_history)
-    rows = permutation(len(log), seed=0, epoch=0)[:batch_size]
-    batch, padded = collate(rows), padded_collate(log, rows, max_history)
-    check(batch, padded)
-    check(batch, {k: v.numpy() for k, v in dataset_collate(log, rows, max_history).items()})
-    lists = arrow_lists(log)
-    for name, values in arrow_collate(lists, log, rows, max_history).items():
-        ours_ = {"time": batch.sequences["events"].time, **batch.sequences["events"].ids}.get(name)
-        assert ours_ is None or np.array_equal(values.values.to_numpy(), ours_.numpy()), name
-    total, longest = int(batch.sequences["events"].offsets[-1]), batch.sequences["events"].max_len
-    ours = median_seconds(lambda: collate(rows), repeats)
-    few = max(3, repeats // 4)
-    works = {
-        "padded per sample, histories alone": lambda: padded_collate(log, rows, max_history),
-        "torch Dataset and pad_sequence, histories alone": lambda: dataset_collate(log, rows, max_history),
-        "pyarrow list arrays, histories alone": lambda: arrow_collate(lists, log, rows, max_history),
-    }
-    peers = {name: median_seconds(work, few) for name, work in works.items()}
-    return {
-        "case": f"lognormal-{max_history}",
-        "op": "collate",
-        "variant": "jagged",
-        "batch_size": batch_size,
-        "events": total,
-        "filled": total / (batch_size * longest),
-        "ms": ours * 1e3,
-        "events_per_s": total / ours,
-        "samples_per_s": batch_size / ours,
-        "load": os.getloadavg()[0],
-        "peers": {
-            name: {"unit": "ms", "value": t * 1e3, "events_per_s": total / t, "ratio": t / ours}
-            for name, t in peers.items()
-        },
-    }
+from gem_data.balance.simulate import Lognormal, simulate
+from gem_data.bench.assembly import measure
+from gem_data.bench.logs import large_log
+from gem_data.bench.measure import first_batch, preparing, worker_memory
 
 
 def others(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of what was asked for besides assembly."""
     for events in options.first_batch or ():
         log = folder / f"log-{events}"
-        measure_.large_log(log, events)
-        yield measure_.first_batch(log)
-        yield measure_.worker_memory(log)
+        large_log(log, events)
+        yield first_batch(log)
+        yield worker_memory(log)
         shutil.rmtree(log)
     for ranks in options.balance or ():
         cost = LengthCost(quadratic=1, linear=4096)
         for row in simulate(Lognormal(), ranks=ranks, cost=cost):
             yield {"case": f"balance-{ranks}", "op": row.method, "max_over_mean": row.mean, "speed_up": row.speed_up}
     if options.prepare:
-        yield measure_.preparing(folder / "prepare", options.prepare)
+        yield preparing(folder / "prepare", options.prepare)
 
 
 def main(arguments: list[str] | None = None) -> None:

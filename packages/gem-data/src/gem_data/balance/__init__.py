@@ -1,0 +1,27 @@
+"""Which rank takes which samples of a global batch: the methods, and a simulation of what they are worth."""
+
+from __future__ import annotations
+
+from gem_data.balance.methods import (
+    SUB_BATCH,
+    CostFunction,
+    LengthCost,
+    Method,
+    assign,
+    budget_batches,
+    check_costs,
+    imbalance,
+    moved,
+)
+
+__all__ = [
+    "SUB_BATCH",
+    "CostFunction",
+    "LengthCost",
+    "Method",
+    "assign",
+    "budget_batches",
+    "check_costs",
+    "imbalance",
+    "moved",
+]

@@ -1,0 +1,3 @@
+"""How fast it is: `python -m gem_data.bench`."""
+
+from __future__ import annotations
