@@ -31,11 +31,12 @@ def captured(run: Run) -> Run:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        kept = run()
+        outputs = run()
+    kept = run, outputs  # what the graph reads and writes: capturing the next one would give its memory back
 
     def replay() -> Any:
         graph.replay()
-        return kept
+        return kept[1]
 
     return replay
 
