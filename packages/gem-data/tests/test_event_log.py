@@ -6,6 +6,7 @@ import json
 import pickle
 
 import gem_data.build.in_memory
+import gem_data.build.output
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -233,7 +234,8 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, victim, 
     if overwrite:
         build_log(plain(), PLAIN, folder)
         before = EventLog.open(folder).digest
-    real = getattr(gem_data.build.in_memory, victim)
+    home = gem_data.build.output if victim == "_sync" else gem_data.build.in_memory
+    real = getattr(home, victim)
 
     def full(path, *rest):
         if victim.startswith("_write"):
@@ -241,7 +243,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, victim, 
             path.write_bytes(path.read_bytes()[:10])  # some of it had been written
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(gem_data.build.in_memory, victim, full)
+    monkeypatch.setattr(home, victim, full)
     with pytest.raises(OSError, match=r"no space left on the disk while building .*nothing was left in place") as error:
         build_log(plain(score=[1.0, 1.0, 1.0]), PLAIN, folder, overwrite=overwrite)
     assert error.value.errno == errno.ENOSPC

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from gem_data.batches.tail import TailLoader
     from gem_data.batches.transfer import to_device
     from gem_data.build.growth import append
-    from gem_data.build.in_memory import BuildSummary, build_log
+    from gem_data.build.in_memory import build_log
     from gem_data.build.out_of_core import Progress, prepare
+    from gem_data.build.output import BuildSummary
     from gem_data.features.vocabulary import Vocabulary
     from gem_data.log.event_log import EventLog, History
     from gem_data.log.inspection import inspect

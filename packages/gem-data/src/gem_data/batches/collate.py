@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gem_data.batches.batch import JaggedBatch, JaggedIds, JaggedSequence
 from gem_data.log.event_log import EventLog
-from gem_data.log.parts import Plan
+from gem_data.log.gather import Plan
 from gem_data.ragged import Ragged
 from gem_data.schema import TIME, Column, Schema, unknown
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.build.validate import mix64
+from gem_data.hashing import mix64
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 6

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from gem_data.build.finish import complete, merge_indices
 from gem_data.build.pieces import write_part
-from gem_data.log.event_log import FORMAT_PARTS, REJECTS, EventLog
+from gem_data.log.event_log import EventLog
+from gem_data.log.manifest import FORMAT_PARTS, REJECTS
 from gem_data.schema import Column, Schema, Task
 from gem_data.sources import kuairand
 

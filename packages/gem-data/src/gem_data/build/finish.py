@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.build.in_memory import BuildSummary, in_place
+from gem_data.build.output import BuildSummary, in_place
 from gem_data.build.disk import new_array
-from gem_data.log.event_log import FORMAT_PARTS, HISTORY_END, MANIFEST, REJECTS, EventLog, file_digest
+from gem_data.log.event_log import EventLog
+from gem_data.log.manifest import FORMAT_PARTS, HISTORY_END, MANIFEST, REJECTS, file_digest
 from gem_data.log.parts import Generation, Part, map_columns
 from gem_data.schema import TIME, Schema
 from gem_data.features.statistics import Moments

@@ -13,14 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from gem_data.build.in_memory import BuildSummary, reject_lines
+from gem_data.build.output import BuildSummary, reject_lines
 from gem_data.features.counters import compute_counters
 from gem_data.build.finish import complete, merge_indices, merged_statistics
-from gem_data.log.event_log import FORMAT_PARTS, MANIFEST, REJECTS, EventLog, label_arrays
+from gem_data.log.derived import label_arrays
+from gem_data.log.event_log import EventLog
+from gem_data.log.manifest import FORMAT_PARTS, MANIFEST, REJECTS
 from gem_data.build.pieces import write_part
 from gem_data.schema import TIME, Schema
 from gem_data.features.statistics import Moments
-from gem_data.build.validate import LATE, REASONS, Validated, as_table, validate
+from gem_data.build.validate import Validated, validate
+from gem_data.schema.values import LATE, REASONS
+from gem_data.sources.events import as_table
 
 
 def append(folder: str | Path, events: Any) -> BuildSummary:

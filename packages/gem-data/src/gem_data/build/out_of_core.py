@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from gem_data.build.in_memory import BuildSummary, reject_lines
+from gem_data.build.output import BuildSummary, reject_lines
 from gem_data.build.disk import is_full
 from gem_data.build.engine import ROW, Engine, parquet
 from gem_data.sources.events import Events
 from gem_data.build.finish import Finisher
-from gem_data.log.event_log import MANIFEST
+from gem_data.log.manifest import MANIFEST
 from gem_data.build.pieces import arrow_columns, finish_part
 from gem_data.schema import TIME, Schema
 from gem_data.build.validate import validate

@@ -10,13 +10,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gem_data.build.in_memory import moments, reject_line
+from gem_data.features.statistics import moments
+from gem_data.build.output import reject_line
 from gem_data.build.engine import ROW
-from gem_data.log.event_log import HISTORY_END, file_digest, history_ends, label_arrays
+from gem_data.log.derived import history_ends, label_arrays
+from gem_data.log.manifest import HISTORY_END, file_digest
 from gem_data.log.parts import to_arrow, write_columns
 from gem_data.ragged import Ragged
 from gem_data.schema import TIME, Schema
-from gem_data.build.validate import DUPLICATE, duplicates
+from gem_data.build.validate import duplicates
+from gem_data.schema.values import DUPLICATE
 from gem_data.features.vocabulary import Vocabulary
 
 Columns = dict[str, Any]

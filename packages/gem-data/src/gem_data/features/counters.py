@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gem_data.log.derived import first_recent
 from gem_data.schema import Counter, Schema
 
 Array = NDArray[Any]
@@ -68,20 +69,6 @@ class Earlier:
         out = np.empty_like(ordered)
         out[self.order] = ordered
         return out
-
-
-def first_recent(head: Array, time: Array, delay: int) -> NDArray[np.int64]:
-    """For rows sorted by (key, time), the first of each row's key whose time is at least its own less `delay`.
-
-    head [n]: the first row of each row's key. One search in numbers that order the rows by (key, time).
-    """
-    if len(time) == 0:
-        return np.empty(0, np.int64)
-    first, span = int(time.min()), int(time.max()) - int(time.min()) + 1
-    key = np.cumsum(head == np.arange(len(head)), dtype=np.int64) - 1
-    if int(key[-1] + 1) * span >= 2**63:
-        raise ValueError(f"times span {span} s over {int(key[-1]) + 1} keys, too much for a delay")
-    return np.searchsorted(key * span + (time - first), key * span + np.maximum(time - first - delay, 0), side="left")
 
 
 def compute_counters(

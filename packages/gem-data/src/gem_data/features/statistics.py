@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gem_data.log.manifest import COUNTERS
+from gem_data.schema import Schema
+
 
 @dataclass(kw_only=True)
 class Moments:
@@ -53,3 +56,14 @@ class Moments:
         """The inverse of `to_dict`, but for rounding."""
         mean, std, low, high = (np.array(data[k], np.float64) for k in ("mean", "std", "min", "max"))
         return cls(count=data["count"], mean=mean, squares=std**2 * data["count"], low=low, high=high)
+
+
+def moments(columns: dict[str, Any], schema: Schema, *, counters: bool = True) -> dict[str, Moments]:
+    """Statistics of the float and vector columns and of the counters, by name."""
+    found = {c.name: Moments() for c in schema.columns if c.kind in ("float", "vector")}
+    for name, part in found.items():
+        part.add(columns[name])
+    for i, counter in enumerate(schema.counters if counters else ()):
+        found[counter.name] = Moments()
+        found[counter.name].add(columns[COUNTERS][:, i])
+    return found

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gem_data.build.disk import new_array, scratch_array
-from gem_data.build.validate import mix64
 from gem_data.features.counters import _Work, task_delay
-from gem_data.log.event_log import EventLog, label_arrays
+from gem_data.hashing import mix64
+from gem_data.log.derived import label_arrays
+from gem_data.log.event_log import EventLog
 from gem_data.schema import TIME, Counter, Schema
 
 CHUNK = 1 << 20  # rows handled at a time where a pass goes over all of them

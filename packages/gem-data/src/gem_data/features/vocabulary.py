@@ -20,9 +20,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gem_data.build.validate import NO_KEY, keys_of, mix64
+from gem_data.hashing import mix64
 from gem_data.ragged import Ragged
 from gem_data.schema import Column, Encoding
+from gem_data.schema.values import NO_KEY, keys_of
 
 Keys = NDArray[np.int64]
 

@@ -1,14 +1,7 @@
-"""The event log: a folder with Arrow files (memory-mapped), `manifest.json` and the rejected rows.
-
-`build_log` writes format 1, one file `events.arrow`; `prepare` and `append` write format 2, generations of parts, with
-index arrays beside them (see `gem_data.log.parts`). Both are read here.
-"""
+"""The event log, opened: rows sorted by (user, time), columns mapped from disk, histories and labels of rows."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +10,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.log.parts import Generation, Part, Plan, Runs, Spread, Watched, map_columns, spread
-from gem_data.ragged import Ragged, spans
+from gem_data.log.derived import label_arrays
+from gem_data.log.gather import Plan, Runs, Spread, spread
+from gem_data.log.manifest import (
+    COUNTERS,
+    EVENTS,
+    HISTORY_END,
+    MANIFEST,
+    REJECTS,
+    file_digest,
+    generations_of,
+    read_manifest,
+)
+from gem_data.log.parts import Generation, Watched
+from gem_data.ragged import spans
 from gem_data.schema import TIME, Schema, unknown
 
 if TYPE_CHECKING:
     from gem_data.features.vocabulary import Vocabulary
 
-FORMAT, FORMAT_PARTS = 1, 2
-EVENTS, MANIFEST, REJECTS = "events.arrow", "manifest.json", "rejects.jsonl"
-HISTORY_END, COUNTERS = "_history_end", "_counters"
 LONG_RUN = 32  # events of a history, on average, from which slices beat a gather over several parts
 
 Array = NDArray[Any]
@@ -43,37 +45,6 @@ class History:
     def lengths(self) -> NDArray[np.int64]:
         """Events per history, [B] int64; 0 is valid."""
         return self.end - self.start
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def history_ends(user: Array, time: Array, *, delay: int = 0) -> NDArray[np.int64]:
-    """For rows sorted by (user, time), where the history of each ends: the first row of its user that is too recent.
-
-    Without delay that is the first row of the same (user, time): equal times are not history.
-    """
-    from gem_data.features.counters import first_recent
-
-    n = len(user)
-    new_user, new = np.ones(n, bool), np.ones(n, bool)
-    new_user[1:] = user[1:] != user[:-1]
-    new[1:] = new_user[1:] | (time[1:] != time[:-1])
-    at = np.arange(n)
-    if delay:
-        return first_recent(np.maximum.accumulate(np.where(new_user, at, 0)), time, delay)
-    return np.maximum.accumulate(np.where(new, at, 0))
-
-
-def label_arrays(schema: Schema, columns: Mapping[str, Array]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Labels [n, K] float32 (0 where masked) and mask [n, K] bool of outcome columns [n]."""
-    positive = {t.name: t.positive(columns[t.column]) for t in schema.tasks}
-    mask = [positive[t.given] if t.given else np.ones(len(positive[t.name]), bool) for t in schema.tasks]
-    labels = [positive[t.name] & m for t, m in zip(schema.tasks, mask, strict=True)]
-    return np.stack(labels, axis=1).astype(np.float32), np.stack(mask, axis=1)
 
 
 class EventLog:
@@ -108,7 +79,7 @@ class EventLog:
         foreign, truncated or changed one.
         """
         folder = Path(folder)
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         schema = Schema.from_dict(manifest["schema"])
         if schema.fingerprint() != manifest["fingerprint"]:
             raise ValueError(
@@ -134,7 +105,7 @@ class EventLog:
                 raise ValueError(
                     f"{path} does not have the SHA-256 of the manifest: its content has changed; build it again"
                 )
-        log = cls(folder, manifest, schema, _generations(folder, manifest, schema), files)
+        log = cls(folder, manifest, schema, generations_of(folder, manifest, schema), files)
         assert log.vocabularies is not None  # reading them checks them
         return log
 
@@ -369,60 +340,3 @@ def _reopen(folder: Path, digest: str) -> EventLog:
     if log.digest != digest:
         raise ValueError(f"the log in {folder} was built again or appended to since it was opened: its digest differs")
     return log
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise FileNotFoundError(f"no event log in {folder}: it has no {MANIFEST}")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the manifest of an event log: {error!r}") from None
-    if version not in (FORMAT, FORMAT_PARTS):
-        raise ValueError(
-            f"{path} has format {version!r}; this version of gem-data reads formats {FORMAT} and {FORMAT_PARTS}: "
-            "build the log again"
-        )
-    needed = {"schema", "fingerprint", "rows", "files", *(["generations", "digest"] if version == FORMAT_PARTS else [])}
-    missing = needed - manifest.keys()
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it is not a whole manifest")
-    return dict(manifest)
-
-
-def _generations(folder: Path, manifest: dict[str, Any], schema: Schema) -> list[Generation]:
-    names = [TIME, *(c.name for c in schema.columns), HISTORY_END]
-    if manifest["format"] == FORMAT:
-        if schema.counters:
-            names.append(COUNTERS)
-        rows = int(manifest["rows"])
-        part = Part(first=0, rows=rows, columns=map_columns(folder / EVENTS, names, rows))
-        return [Generation(first=0, rows=rows, parts=[part], user=schema.user, stored=lambda _: None)]
-    found, first = [], 0
-    for record in manifest["generations"]:
-        parts, at = [], first
-        for part_record in record["parts"]:
-            rows = int(part_record["rows"])
-            columns = map_columns(folder / part_record["file"], names, rows)
-            parts.append(Part(first=at, rows=rows, columns=columns))
-            at += rows
-        arrays = dict(record["arrays"])
-
-        def stored(name: str, arrays: dict[str, str] = arrays) -> NDArray[Any] | None:
-            if name not in arrays:
-                return None
-            try:
-                return np.load(folder / arrays[name], mmap_mode="r").view(np.ndarray)
-            except (ValueError, OSError, EOFError) as error:
-                raise ValueError(f"{folder / arrays[name]} is not a readable array of a log: {error}") from None
-
-        found.append(Generation(first=first, rows=at - first, parts=parts, user=schema.user, stored=stored))
-        first = at
-    if first != manifest["rows"]:
-        raise ValueError(f"{folder / MANIFEST} says {manifest['rows']} rows, but its parts have {first}")
-    return found
-
-
-__all__ = ["EventLog", "History", "Ragged", "file_digest", "history_ends", "label_arrays"]

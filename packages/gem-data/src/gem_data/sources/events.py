@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from gem_data.build.validate import as_table
 from gem_data.schema import Schema
 
 CHUNK_ROWS = 1 << 19
@@ -62,3 +61,18 @@ def from_table(table: Any, schema: Schema, *, name: str | None = None) -> Events
     whole = as_table(table)
     identity = {"rows": whole.num_rows, "columns": whole.column_names}
     return Events(name=name or schema.name, schema=schema, tables=lambda: [whole], identity=identity)
+
+
+def as_table(events: pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[pa.RecordBatch]) -> pa.Table:
+    """One table of a table, a record batch, a reader or an iterable of record batches."""
+    if isinstance(events, pa.Table):
+        return events
+    if isinstance(events, pa.RecordBatchReader):
+        return events.read_all()
+    batches = [events] if isinstance(events, pa.RecordBatch) else list(events)
+    if not batches:
+        raise ValueError("the source has no record batch, so not even the names of its columns are known")
+    for batch in batches:
+        if not isinstance(batch, pa.RecordBatch):
+            raise TypeError(f"expected pyarrow record batches, not {type(batch).__name__}")
+    return pa.Table.from_batches(batches)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from gem_data.log.event_log import file_digest
+from gem_data.log.manifest import file_digest
 from gem_data.schema import Column, Counter, Schema, Task, unknown
 from gem_data.sources.wheel import Wheel, default_cache
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gem_data.log.event_log import file_digest
+from gem_data.log.manifest import file_digest
 from gem_data.sources import SourceUnavailable
 
 
