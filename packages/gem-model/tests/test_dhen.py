@@ -99,7 +99,7 @@ def test_roles_name_the_experts():
 
 
 def test_ensembles_are_what_the_expert_axis_looks_for():
-    expert = pytest.importorskip("gem_parallel.expert")
+    expert = pytest.importorskip("gem_parallel.dense.expert")
     model, found = with_experts("wukong", "dcn")
     names = [f"layers.{i}.interaction.ensemble" for i in range(2)]
     assert expert.find_ensembles(model, found) == names
@@ -107,7 +107,7 @@ def test_ensembles_are_what_the_expert_axis_looks_for():
 
 def spread(runtime):
     """One of two ranks: half of the experts, half of the samples; gradients of the mean over all samples."""
-    from gem_parallel import expert
+    from gem_parallel.dense import expert
 
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     torch.manual_seed(0)

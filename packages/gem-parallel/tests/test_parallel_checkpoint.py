@@ -17,12 +17,12 @@ from gem_parallel import (
     PeerLostError,
     PerRank,
     RowWiseAdagrad,
-    checkpoint,
     load_optimizer_state,
     optimizer_state,
     parallelize,
     start,
 )
+from gem_parallel.checkpoint import save as saving
 from gem_parallel.testing import ROWS, UNITS, SmallModel, full_state, run_ranks, small_batch
 
 SPARSE = RowWiseAdagrad(lr=0.05, eps=1e-4)
@@ -298,7 +298,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, name):
 
 
 def killed_while_saving(folder):
-    checkpoint._publish = lambda partial, final: os._exit(7)
+    saving._publish = lambda partial, final: os._exit(7)
     Checkpointer(folder).save(2, small(2))
 
 
@@ -329,9 +329,9 @@ def test_a_full_disk(tmp_path, monkeypatch, where):
         elif where == "folder":
             patch.setattr(type(tmp_path), "mkdir", lambda self, **options: None if options else full())
         else:
-            real = checkpoint.write_bytes
+            real = saving.write_bytes
             wanted = {"values": "plain.pt", "manifest": "manifest.json"}[where]
-            patch.setattr(checkpoint, "write_bytes", lambda p, value: full() if p.name == wanted else real(p, value))
+            patch.setattr(saving, "write_bytes", lambda p, value: full() if p.name == wanted else real(p, value))
         with pytest.raises(CheckpointError, match="the disk is full"):
             checkpointer.save(2, small(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000001"]
@@ -355,21 +355,21 @@ def fail_on_one_rank(runtime, folder):
     """Rank 1's disk is full; later rank 1 dies in the middle of a save."""
     checkpointer = Checkpointer(folder, runtime=runtime)
     checkpointer.save(1, small(1))
-    real = checkpoint.dcp.FileSystemWriter.write_data
+    real = saving.dcp.FileSystemWriter.write_data
     if runtime.rank == 1:
-        checkpoint.dcp.FileSystemWriter.write_data = full
+        saving.dcp.FileSystemWriter.write_data = full
     try:
         checkpointer.save(2, small(2))
         error = None
     except CheckpointError as caught:
         error = str(caught)
-    checkpoint.dcp.FileSystemWriter.write_data = real
+    saving.dcp.FileSystemWriter.write_data = real
     runtime.barrier("the folder to be read")
     names = sorted(os.listdir(folder))
     target = small(-1)
     step = checkpointer.load(target)
     if runtime.rank == 1:
-        checkpoint.dcp.FileSystemWriter.write_data = lambda *args: os._exit(0)
+        saving.dcp.FileSystemWriter.write_data = lambda *args: os._exit(0)
     torch.save((error, names, step, target), f"{folder}/../report-{runtime.rank}.pt")
     try:
         checkpointer.save(3, small(3))

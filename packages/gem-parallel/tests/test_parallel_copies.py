@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 import torch
-from gem_parallel import ParallelConfig, RowWiseAdagrad, SparseSGD, fully_sharded, parallelize, start
+from gem_parallel import ParallelConfig, RowWiseAdagrad, SparseSGD, parallelize, start
 from gem_parallel.selfcheck import compare
+from gem_parallel.sparse import fully_sharded
 from gem_parallel.testing import BAGS, ROWS, SEQUENCES, UNITS, SmallModel, full_state, run_ranks, small_batch
 
 SPARSE = RowWiseAdagrad(lr=0.05, eps=1e-4)

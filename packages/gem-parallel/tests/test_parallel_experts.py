@@ -8,13 +8,13 @@ from gem_parallel import (
     Checkpointer,
     ParallelConfig,
     RowWiseAdagrad,
-    expert,
     load_optimizer_state,
     optimizer_groups,
     optimizer_state,
     parallelize,
     start,
 )
+from gem_parallel.dense import expert
 from gem_parallel.selfcheck import compare
 from gem_parallel.testing import UNITS, SmallModel, full_state, run_ranks, small_batch
 

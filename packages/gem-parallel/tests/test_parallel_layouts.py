@@ -15,14 +15,13 @@ from gem_parallel import (
     ExportError,
     ParallelConfig,
     RowWiseAdagrad,
-    background,
-    checkpoint,
-    export,
     export_tables,
     parallelize,
     start,
 )
-from gem_parallel.blocks import MomentChange
+from gem_parallel.checkpoint import background, export
+from gem_parallel.checkpoint import save as saving
+from gem_parallel.checkpoint.blocks import MomentChange
 from gem_parallel.testing import ROWS, UNITS, SmallModel, full_state, run_ranks, small_batch
 
 SPARSE = RowWiseAdagrad(lr=0.05, eps=1e-4)
@@ -166,8 +165,8 @@ def test_moments_take_the_overlap():
 
 def test_what_is_saved_is_what_was_there(tmp_path, monkeypatch):
     gate = threading.Event()
-    real = checkpoint._publish
-    monkeypatch.setattr(checkpoint, "_publish", lambda *paths: (gate.wait(20), real(*paths)))
+    real = saving._publish
+    monkeypatch.setattr(saving, "_publish", lambda *paths: (gate.wait(20), real(*paths)))
     checkpointer = Checkpointer(tmp_path, keep=3)
     state = {"x": torch.ones(4), "nested": {"list": [1, 2]}}
     checkpointer.save_async(1, state)
@@ -195,7 +194,7 @@ def test_an_error_in_the_background_is_raised_later(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_bytes", full)
+        patch.setattr(saving, "write_bytes", full)
         checkpointer.save_async(2, {"x": torch.ones(2)})
         with pytest.raises(CheckpointError, match="the disk is full"):
             checkpointer.wait()
@@ -210,8 +209,8 @@ def train_while_saving(runtime, folder):
     train(parallel, range(3))
     expected = full_state(parallel)
     checkpointer = Checkpointer(folder, runtime=runtime)
-    real = checkpoint.write_bytes
-    checkpoint.write_bytes = lambda *args: (time.sleep(0.3), real(*args))
+    real = saving.write_bytes
+    saving.write_bytes = lambda *args: (time.sleep(0.3), real(*args))
     checkpointer.save_async(3, parallel.state_dict())
     train(parallel, range(3, 6))  # its collectives run beside those of the thread
     runtime.barrier("beside the save")

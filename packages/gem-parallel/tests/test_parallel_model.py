@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gem_parallel import ParallelConfig, RowWiseAdagrad, dense, parallelize, start
+from gem_parallel import ParallelConfig, RowWiseAdagrad, parallelize, start
+from gem_parallel.dense import units as dense_units
 from gem_parallel.selfcheck import compare
 from gem_parallel.testing import ROWS, UNITS, SmallModel, full_state, relative_error, run_ranks, small_batch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
@@ -133,7 +134,7 @@ def with_an_fsdp_that_sees_pytrees_only(runtime):
         for name, function in (("collect_grad_tensors", collect), ("replace_grad_tensors", replace)):
             if hasattr(module, name):
                 setattr(module, name, function)
-    dense.fsdp_sees_dataclasses = lambda: False
+    dense_units.fsdp_sees_dataclasses = lambda: False
     return compare(runtime, ParallelConfig(table_sharding="row_wise"), steps=2)[0]
 
 

@@ -12,11 +12,12 @@ from importlib.resources import files
 import numpy as np
 import pytest
 from gem_parallel import LayerSpec, ModelSpec, NothingFitsError, Profile, TableSpec, Tier, Topology, plan
-from gem_parallel.cost import Group, Links
-from gem_parallel.layout import Layout, memory, place_tables, step_ops
-from gem_parallel.planner import _evaluate, _layouts, main
-from gem_parallel.simulator import Disturbance, scaling_curve, simulate
-from gem_parallel.timeline import COMPUTE, Op, run
+from gem_parallel.planning.__main__ import main
+from gem_parallel.planning.cost import Group, Links
+from gem_parallel.planning.layout import Layout, memory, place_tables, step_ops
+from gem_parallel.planning.planner import _evaluate, _layouts
+from gem_parallel.planning.simulator import Disturbance, scaling_curve, simulate
+from gem_parallel.planning.timeline import COMPUTE, Op, run
 
 EXAMPLES = files("gem_parallel") / "examples"
 EXACT = Profile(link_efficiency=1.0, message_us=0.0, slowdown=0.0, unit_us=0.0, lookup_efficiency=1.0)
@@ -240,7 +241,7 @@ def test_exit_status(tmp_path, capsys):
 
 
 def test_planning_needs_no_torch():
-    code = "import sys, gem_parallel.planner, gem_parallel.simulator; sys.exit('torch' in sys.modules)"
+    code = "import sys, gem_parallel.planning.planner, gem_parallel.planning.simulator; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -5,7 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from gem_parallel import init_tables, tables
+from gem_parallel import init_tables
+from gem_parallel.sparse import initial as tables
 from gem_parallel.testing import SmallModel
 from hypothesis import given, settings
 from hypothesis import strategies as st

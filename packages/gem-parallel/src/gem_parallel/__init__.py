@@ -11,52 +11,52 @@ from typing import TYPE_CHECKING, Any
 from gem_parallel.__about__ import __version__
 
 if TYPE_CHECKING:
-    from gem_parallel.checkpoint import Checkpointer, CheckpointError, PerRank
+    from gem_parallel.checkpoint.export import ExportError, export_tables
+    from gem_parallel.checkpoint.save import Checkpointer, CheckpointError, PerRank
     from gem_parallel.config import ParallelConfig, RowWiseAdagrad, SparseSGD
-    from gem_parallel.export import ExportError, export_tables
-    from gem_parallel.mesh import make_mesh
-    from gem_parallel.optimizer import load_optimizer_state, optimizer_groups, optimizer_state
+    from gem_parallel.dense.mesh import make_mesh
+    from gem_parallel.dense.optimizer import load_optimizer_state, optimizer_groups, optimizer_state
     from gem_parallel.parallel import ParallelModel, parallelize
-    from gem_parallel.planner import NothingFitsError, Plan, plan
+    from gem_parallel.planning.planner import NothingFitsError, Plan, plan
+    from gem_parallel.planning.simulator import Disturbance, Simulation, curve_table, scaling_curve, simulate
+    from gem_parallel.planning.spec import LayerSpec, ModelSpec, Profile, TableSpec
+    from gem_parallel.planning.topology import Tier, Topology
     from gem_parallel.runtime import PeerLostError, Runtime, start
-    from gem_parallel.simulator import Disturbance, Simulation, curve_table, scaling_curve, simulate
-    from gem_parallel.spec import LayerSpec, ModelSpec, Profile, TableSpec
-    from gem_parallel.tables import init_tables
-    from gem_parallel.topology import Tier, Topology
+    from gem_parallel.sparse.initial import init_tables
 
 _HOME = {
-    "Checkpointer": "checkpoint",
-    "CheckpointError": "checkpoint",
-    "PerRank": "checkpoint",
+    "Checkpointer": "checkpoint.save",
+    "CheckpointError": "checkpoint.save",
+    "PerRank": "checkpoint.save",
     "ParallelConfig": "config",
     "RowWiseAdagrad": "config",
     "SparseSGD": "config",
-    "ExportError": "export",
-    "export_tables": "export",
-    "make_mesh": "mesh",
-    "load_optimizer_state": "optimizer",
-    "optimizer_groups": "optimizer",
-    "optimizer_state": "optimizer",
+    "ExportError": "checkpoint.export",
+    "export_tables": "checkpoint.export",
+    "make_mesh": "dense.mesh",
+    "load_optimizer_state": "dense.optimizer",
+    "optimizer_groups": "dense.optimizer",
+    "optimizer_state": "dense.optimizer",
     "ParallelModel": "parallel",
     "parallelize": "parallel",
-    "NothingFitsError": "planner",
-    "Plan": "planner",
-    "plan": "planner",
+    "NothingFitsError": "planning.planner",
+    "Plan": "planning.planner",
+    "plan": "planning.planner",
     "PeerLostError": "runtime",
     "Runtime": "runtime",
     "start": "runtime",
-    "Disturbance": "simulator",
-    "Simulation": "simulator",
-    "curve_table": "simulator",
-    "scaling_curve": "simulator",
-    "simulate": "simulator",
-    "LayerSpec": "spec",
-    "ModelSpec": "spec",
-    "Profile": "spec",
-    "TableSpec": "spec",
-    "init_tables": "tables",
-    "Tier": "topology",
-    "Topology": "topology",
+    "Disturbance": "planning.simulator",
+    "Simulation": "planning.simulator",
+    "curve_table": "planning.simulator",
+    "scaling_curve": "planning.simulator",
+    "simulate": "planning.simulator",
+    "LayerSpec": "planning.spec",
+    "ModelSpec": "planning.spec",
+    "Profile": "planning.spec",
+    "TableSpec": "planning.spec",
+    "init_tables": "sparse.initial",
+    "Tier": "planning.topology",
+    "Topology": "planning.topology",
 }
 
 __all__ = [

@@ -11,26 +11,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad, SparseSGD
-from gem_parallel.copied import CopiedTables
-from gem_parallel.dense import clip_by_global_norm, find_unit, place_dense, reshard, set_prefetch, shard_dense
-from gem_parallel.expert import find_ensembles, is_elsewhere, make_expert_mesh, spread_experts
-from gem_parallel.fully_sharded import FullyShardedTables
-from gem_parallel.mesh import make_mesh
+from gem_parallel.dense.expert import find_ensembles, is_elsewhere, make_expert_mesh, spread_experts
+from gem_parallel.dense.mesh import make_mesh
+from gem_parallel.dense.units import clip_by_global_norm, find_unit, place_dense, reshard, set_prefetch, shard_dense
+from gem_parallel.planning.topology import Topology
 from gem_parallel.runtime import Runtime
-from gem_parallel.sparse import (
+from gem_parallel.shards import global_shape, local_shards
+from gem_parallel.sparse.copied import CopiedTables
+from gem_parallel.sparse.fully_sharded import FullyShardedTables
+from gem_parallel.sparse.groups import flat_weights, kernels, make_table_groups, table_batch
+from gem_parallel.sparse.initial import init_tables
+from gem_parallel.sparse.sharding import (
     TableShard,
     find_tables,
-    global_shape,
-    local_shards,
     moment_scale,
     plan_rows,
     plan_tables,
     set_learning_rate,
     shard_tables,
 )
-from gem_parallel.table_groups import flat_weights, kernels, make_table_groups, table_batch
-from gem_parallel.tables import init_tables
-from gem_parallel.topology import Topology
 
 
 class ParallelModel:
@@ -222,7 +221,7 @@ def parallelize(
         model: its tables are torchrec EmbeddingCollections / EmbeddingBagCollections on any device (meta spares the
             memory), the rest is on a real device.
         roles: parameter name -> "dense", "expert" or "table", for every parameter. Experts are spread over the expert
-            axis when config.experts > 1 (see `gem_parallel.expert`), else sharded like dense parameters.
+            axis when config.experts > 1 (see `gem_parallel.dense.expert`), else sharded like dense parameters.
         config: the layout.
         runtime: from `start`.
         sparse: the tables' optimizer.

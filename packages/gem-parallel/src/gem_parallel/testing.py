@@ -24,7 +24,7 @@ from torchrec import (
 
 from gem_parallel.parallel import ParallelModel
 from gem_parallel.runtime import start
-from gem_parallel.sparse import local_shards
+from gem_parallel.shards import local_shards
 
 SEQUENCES = {"history": "item", "candidate": "item", "action": "action"}  # feature -> table of the EmbeddingCollection
 BAGS = {"user": "user", "context": "context"}  # feature -> table of the EmbeddingBagCollection

@@ -18,7 +18,7 @@ from gem_model import GEM, GemConfig, ModelInputs
 from gem_model.flops import unit_flops
 from gem_model.roles import roles
 from gem_parallel import LayerSpec, ModelSpec, TableSpec
-from gem_parallel.layout import Layout
+from gem_parallel.planning.layout import Layout
 
 from gem_train.config import RunConfig
 from gem_train.data import Data
@@ -163,7 +163,7 @@ def settings(layout: Layout) -> list[str]:
 
 
 def as_toml(spec: ModelSpec) -> str:
-    """The description as TOML: what `python -m gem_parallel.planner` reads, to be edited by hand."""
+    """The description as TOML: what `python -m gem_parallel.planning` reads, to be edited by hand."""
     tree = dataclasses.asdict(spec)
     return tomli_w.dumps(tree | {key: list(tree[key]) for key in ("layers", "tables")})
 

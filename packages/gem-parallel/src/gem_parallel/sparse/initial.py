@@ -29,7 +29,7 @@ def init_tables(module: nn.Module, seed: int, std: float | None = None) -> list[
     Returns:
         the names of the tables' parameters that were filled.
     """
-    from gem_parallel.sparse import global_shape, local_shards
+    from gem_parallel.shards import global_shape, local_shards
 
     filled = []
     for name, tensor in named_tables(module):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gem_parallel.cost import Group
+from gem_parallel.planning.cost import Group
 
 COMPUTE = "compute"
 

@@ -26,8 +26,8 @@ from torchrec.distributed.types import ShardingPlan
 
 from gem_parallel.config import RowWiseAdagrad, SparseSGD
 from gem_parallel.runtime import Runtime
-from gem_parallel.sparse import TableShard
-from gem_parallel.table_groups import TableGroups, flat_weights, kernels, table_batch
+from gem_parallel.sparse.groups import TableGroups, flat_weights, kernels, table_batch
+from gem_parallel.sparse.sharding import TableShard
 
 Block = tuple[torch.Tensor, tuple[int, ...]]  # a part of a tensor, and its corner in the whole
 

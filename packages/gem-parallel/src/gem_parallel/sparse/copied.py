@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gem_parallel.table_groups import TableGroups, flat_weights, kernels, table_batch
+from gem_parallel.sparse.groups import TableGroups, flat_weights, kernels, table_batch
 
 
 class CopiedTables:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gem_parallel.sparse import global_shape, local_shards
+from gem_parallel.shards import global_shape, local_shards
 
 if TYPE_CHECKING:
     from gem_parallel.parallel import ParallelModel

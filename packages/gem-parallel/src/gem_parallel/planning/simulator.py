@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from gem_parallel.cost import Group
-from gem_parallel.layout import place_tables, step_ops
-from gem_parallel.planner import Plan, hidden_seconds, plan
-from gem_parallel.spec import ModelSpec, Profile
-from gem_parallel.timeline import COMPUTE, Op, run
-from gem_parallel.topology import Topology
+from gem_parallel.planning.cost import Group
+from gem_parallel.planning.layout import place_tables, step_ops
+from gem_parallel.planning.planner import Plan, hidden_seconds, plan
+from gem_parallel.planning.spec import ModelSpec, Profile
+from gem_parallel.planning.timeline import COMPUTE, Op, run
+from gem_parallel.planning.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,13 +27,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gem_parallel.background import Background, second_control
-from gem_parallel.blocks import Block, BlockReader, Blocks, BlockWriter, ChangedMoments, compare, is_distributed, take
-from gem_parallel.errors import CheckpointError, quiet, reason
-from gem_parallel.files import File, describe, flush_folder, verify, write_bytes
+from gem_parallel.checkpoint.background import Background, second_control
+from gem_parallel.checkpoint.blocks import (
+    Block,
+    BlockReader,
+    Blocks,
+    BlockWriter,
+    ChangedMoments,
+    compare,
+    is_distributed,
+    take,
+)
+from gem_parallel.checkpoint.errors import CheckpointError, quiet, reason
+from gem_parallel.checkpoint.files import File, describe, flush_folder, verify, write_bytes
+from gem_parallel.checkpoint.tree import PerRank, join, merge, split
 from gem_parallel.runtime import Runtime, attach
-from gem_parallel.sparse import local_shards
-from gem_parallel.tree import PerRank, join, merge, split
+from gem_parallel.shards import local_shards
 
 __all__ = ["CheckpointError", "Checkpointer", "PerRank"]
 

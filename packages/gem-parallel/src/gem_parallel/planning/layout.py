@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from gem_parallel.cost import Cost, Group, Links
-from gem_parallel.spec import LayerSpec, ModelSpec, Profile
-from gem_parallel.timeline import COMPUTE, Op
-from gem_parallel.topology import Topology
+from gem_parallel.planning.cost import Cost, Group, Links
+from gem_parallel.planning.spec import LayerSpec, ModelSpec, Profile
+from gem_parallel.planning.timeline import COMPUTE, Op
+from gem_parallel.planning.topology import Topology
 
 STRATEGIES = ("v1", "v2", "v3")
 

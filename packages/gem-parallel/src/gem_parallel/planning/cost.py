@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gem_parallel.spec import Profile
-from gem_parallel.topology import Topology
+from gem_parallel.planning.spec import Profile
+from gem_parallel.planning.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from gem_parallel.errors import CheckpointError
-from gem_parallel.sparse import global_shape, local_shards
+from gem_parallel.checkpoint.errors import CheckpointError
+from gem_parallel.shards import global_shape, local_shards
 
 Block = tuple[torch.Tensor, tuple[int, ...]]  # a part of a tensor, and its corner in the whole
 

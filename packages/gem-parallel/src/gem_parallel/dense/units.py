@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from gem_parallel.containers import expose_dataclasses, fsdp_sees_dataclasses
+from gem_parallel.dense.containers import expose_dataclasses, fsdp_sees_dataclasses
 
 
 def dense_modules(root: nn.Module, tables: Iterable[nn.Module]) -> list[nn.Module]:

@@ -1,24 +1,20 @@
 """`plan`: which layout a model should have on a machine, before there is a machine. Pure arithmetic.
 
 Every layout of the five axes whose sizes divide the tiers is a candidate. Those whose memory does not fit are dropped;
-the step of the others is run on the clock of `timeline`, and the fastest wins. `python -m gem_parallel.planner --help`.
+the step of the others is run on the clock of `timeline`, and the fastest wins.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from gem_parallel.cost import Links
-from gem_parallel.layout import STRATEGIES, Layout, TableLoad, memory, place_tables, step_ops
-from gem_parallel.spec import ModelSpec, Profile
-from gem_parallel.timeline import COMPUTE, Op, run
-from gem_parallel.topology import Topology
+from gem_parallel.planning.cost import Links
+from gem_parallel.planning.layout import STRATEGIES, Layout, TableLoad, memory, place_tables, step_ops
+from gem_parallel.planning.spec import ModelSpec, Profile
+from gem_parallel.planning.timeline import COMPUTE, Op, run
+from gem_parallel.planning.topology import Topology
 
 _GIB = 1 << 30
 
@@ -355,53 +351,3 @@ def _reasons(best: Candidate, candidates: list[Candidate], topology: Topology, l
             f"({other.waits_s.get(waits, 0.0) * 1e3:.1f} ms)"
         )
     return tuple(reasons)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a plan. Exit status 0; 1 when nothing fits; 2 for a file or value that cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gem_parallel.planner", description="Choose a layout before the run."
-    )
-    parser.add_argument("model", type=Path, help="TOML of a ModelSpec")
-    parser.add_argument("topology", type=Path, help="TOML of a Topology")
-    parser.add_argument("--batch", type=int, required=True, help="samples per device")
-    parser.add_argument("--world", type=int, help="devices; all of the topology by default")
-    parser.add_argument("--profile", type=Path, help="TOML of a measured Profile")
-    parser.add_argument(
-        "--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES, help="table strategies; v2 is inexact"
-    )
-    parser.add_argument("--simulate", action="store_true", help="also simulate imbalance and stragglers")
-    parser.add_argument("--curve", type=int, nargs="+", help="simulate these numbers of devices (weak scaling)")
-    parser.add_argument("--balanced", type=float, default=0.0, help="share of the imbalance that shuffling takes away")
-    args = parser.parse_args(arguments)
-    began = time.perf_counter()
-    try:
-        result = plan(
-            ModelSpec.from_toml(args.model),
-            Topology.from_toml(args.topology),
-            args.batch,
-            world=args.world,
-            profile=Profile.from_toml(args.profile) if args.profile else None,
-            strategies=args.strategies,
-        )
-    except NothingFitsError as error:
-        print(f"nothing fits: {error}", file=sys.stderr)
-        return 1
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{result}\nplanned in {time.perf_counter() - began:.2f} s")
-    if args.simulate or args.curve:
-        from gem_parallel.simulator import Disturbance, curve_table, scaling_curve, simulate
-
-        disturbance = Disturbance(balanced=args.balanced)
-        print(f"\n{simulate(result, disturbance)}")
-        if args.curve:
-            options = {"profile": result.profile, "strategies": args.strategies, "disturbance": disturbance}
-            rows = scaling_curve(result.model, result.topology, args.batch, args.curve, **options)
-            print(f"\n{curve_table(rows)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,36 @@
+"""This rank's blocks of a tensor of any kind: plain, DTensor, ShardedTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def global_shape(tensor: Any) -> tuple[int, ...]:
+    """The shape of the whole tensor (ShardedTensor.size() announces its deprecation)."""
+    metadata = getattr(tensor, "metadata", None)
+    return tuple(metadata().size if callable(metadata) else tensor.size())
+
+
+def local_shards(tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """This rank's blocks of a tensor of any kind, each with its offset in the global tensor."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if isinstance(tensor, ShardedTensor):
+        for shard in tensor.local_shards():
+            yield shard.tensor, tuple(shard.metadata.shard_offsets)
+    elif isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        if hasattr(local, "local_shards"):  # TorchRec's LocalShardsWrapper: several blocks in one DTensor
+            blocks = local.local_shards()  # type: ignore[attr-defined]
+            if blocks:  # a rank without a block still has an offset
+                yield from zip(blocks, map(tuple, local.local_offsets()), strict=True)  # type: ignore[attr-defined]
+        else:
+            _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            yield local, tuple(offset)
+    else:
+        yield tensor, (0,) * tensor.dim()
