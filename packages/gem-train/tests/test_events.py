@@ -140,15 +140,22 @@ def test_warm_up_then_half_a_cosine():
 def test_constant_and_degenerate_schedules():
     assert rate(1, total=9, warmup=0, schedule="constant", final_ratio=0.0) == 1.0
     assert rate(3, total=3, warmup=3, schedule="cosine", final_ratio=0.0) == 1.0
-    with pytest.raises(ValueError, match="linear"):
-        rate(1, total=9, warmup=0, schedule="linear", final_ratio=0.0)
+    with pytest.raises(ValueError, match="schedule is 'step'; expected one of 'constant', 'cosine', 'linear', 'wsd'"):
+        rate(1, total=9, warmup=0, schedule="step", final_ratio=0.0)
     with pytest.raises(ValueError, match="step is 0"):
         rate(0, total=9, warmup=0, schedule="cosine", final_ratio=0.0)
 
 
+def test_linear_and_wsd_schedules():
+    linear = [rate(s, total=110, warmup=10, schedule="linear", final_ratio=0.2) for s in (10, 35, 60, 110)]
+    assert linear == pytest.approx([1.0, 0.8, 0.6, 0.2])
+    wsd = [rate(s, total=110, warmup=10, schedule="wsd", final_ratio=0.2) for s in (5, 11, 100, 105, 110)]
+    assert wsd == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2])
+
+
 # Progress.
 
-RECORD = {"loss": 0.6931, "samples_per_s": 1234.0, "data_wait_s": 0.1, "step_s": 0.3}
+RECORD = {"loss": 0.6931, "samples_per_s": 1234.0, "data_wait_s": 0.1, "step_s": 0.3, "memory_bytes": 2**30}
 
 
 def test_plain_lines_where_there_is_no_terminal(monkeypatch):
@@ -166,7 +173,7 @@ def test_plain_lines_where_there_is_no_terminal(monkeypatch):
     assert "data wait 25%" in lines[0]
     assert "ETA" in lines[0]
     assert "click: NE 0.9000 AUC 0.7000" in lines[1]
-    assert "val NE 0.9000" in lines[2]
+    assert "NE click 0.9000" in lines[2]
 
 
 def test_lines_come_seldom(monkeypatch):

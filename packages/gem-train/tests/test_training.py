@@ -10,8 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -223,30 +221,6 @@ def test_a_recipe_that_converts_nothing_says_so(run_cli, tmp_path):
 # Kill, stop, resume.
 
 
-@pytest.mark.slow
-def test_killed_at_a_random_step_and_resumed_gives_the_same_bits(finished_run, cache, run_cli, tmp_path):
-    out, file = tmp_path / "killed", tmp_path / "config.toml"
-    file.write_text(to_toml(tiny_config(cache)))
-    command = [sys.executable, "-m", "gem_train", "run", "--config", str(file), "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    step = 1 + int.from_bytes(os.urandom(2), "big") % 18
-    try:
-        wait_for_step(out, step, lambda: victim.poll() is None)
-    finally:
-        victim.kill()
-        victim.wait()
-    assert victim.returncode == -signal.SIGKILL
-    assert len(read(out / "metrics.jsonl")) >= step
-    assert main(["run", "--resume", "--out", str(out)]) == 0
-    assert curve(out) == curve(finished_run), f"killed at step {step}"
-    for name in ("model", "optimal", "baselines", "weights"):
-        assert (
-            json.loads((out / "eval.json").read_text())[name]
-            == json.loads((finished_run / "eval.json").read_text())[name]
-        )
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_polite_signal_saves_and_stops_and_the_run_goes_on(number, run_cli, finished_run, tmp_path, capsys):
     out = tmp_path / "stopped"
@@ -332,17 +306,6 @@ def test_no_checkpoint_to_resume_from(run_cli, finished_run, tmp_path, capsys):
     shutil.rmtree(out / "checkpoints")
     assert run_cli(out, resume=True) == 2
     assert "no checkpoint to resume from in" in capsys.readouterr().err
-
-
-def test_a_damaged_checkpoint_is_passed_over(run_cli, finished_run, tmp_path):
-    out = tmp_path / "copy"
-    shutil.copytree(finished_run, out)
-    newest = max((out / "checkpoints").glob("step-*"))
-    plain = newest / "plain.pt"
-    plain.write_bytes(plain.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="damaged and passed over"):
-        assert run_cli(out, resume=True) == 0
-    assert curve(out) == curve(finished_run)
 
 
 # Trouble.

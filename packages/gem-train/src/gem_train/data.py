@@ -126,15 +126,17 @@ def cache_folder(config: DataConfig) -> Path:
 
 
 def loader(data: Data, part: str, config: DataConfig, runtime: Runtime, *, seed: int = 0) -> Loader:
-    """Batches of a part of the split ("train", "validation", "test"): shuffled for training, padded for evaluation."""
+    """Batches of a part of the split ("train", "validation", "test"): in the order asked for, padded for evaluation."""
     training = part == "train"
     options = LoaderConfig(
         batch_size=config.batch_size if training else config.eval_batch_size,
         max_history=config.max_history,
         seed=seed,
-        shuffle=training,
+        shuffle=training and config.order == "shuffled",
         drop_last=training,
+        balance=config.balance if training else "none",
         prefetch=config.prefetch,
+        workers=config.workers if training else 0,
         pin_memory=runtime.device.type == "cuda",
     )
     return Loader(data.log, getattr(data.split, part), options, rank=runtime.rank, world=runtime.world)

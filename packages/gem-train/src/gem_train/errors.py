@@ -18,6 +18,12 @@ class NonFiniteError(RuntimeError):
     exit_code = 3
 
 
+class PeerLost(RuntimeError):
+    """Another rank died, hangs or left; what was waited for is in the message. Go on with --resume."""
+
+    exit_code = 4
+
+
 class Interrupted(Exception):
     """The run was asked to stop (SIGTERM) and did so after writing a checkpoint: not a failure."""
 

@@ -24,7 +24,7 @@ class Progress:
         self.enabled = enabled
         self._total = 0
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
-        self._ne: float | None = None
+        self._ne: dict[str, float] = {}  # of each task, in the last validation
         self._began: tuple[float, int] | None = None
         self._printed = 0.0
         self._bar: RichProgress | None = None
@@ -52,9 +52,13 @@ class Progress:
 
     def evaluated(self, step: int, ne: float, tasks: Mapping[str, Mapping[str, float]]) -> None:
         """A validation is done."""
-        self._ne = ne
+        self._ne = {name: f["ne"] for name, f in tasks.items()}
         each = "  ".join(f"{name}: NE {f['ne']:.4f} AUC {f['auc']:.4f}" for name, f in tasks.items())
         self.note(f"validation at step {step}  {each}")
+
+    def streamed(self, step: int, tasks: Mapping[str, Mapping[str, float]]) -> None:
+        """A window of the progressive validation is complete."""
+        self.note(f"progressive at step {step}  " + "  ".join(f"{name}: NE {f['ne']:.4f}" for name, f in tasks.items()))
 
     def note(self, message: str, *, style: str | None = None) -> None:
         """A line of text, above the bar if there is one."""
@@ -65,8 +69,12 @@ class Progress:
         mean = {k: sum(r[k] for r in self._recent) / len(self._recent) for k in ("loss", "data_wait_s", "step_s")}
         per_s = sum(r["samples_per_s"] for r in self._recent) / len(self._recent)
         wait = mean["data_wait_s"] / (mean["data_wait_s"] + mean["step_s"])
-        text = f"loss {mean['loss']:.4f}  {per_s:,.0f} samples/s  data wait {wait:.0%}"
-        return text if self._ne is None else f"{text}  val NE {self._ne:.4f}"
+        mfu = [r["mfu"] for r in self._recent if "mfu" in r]
+        parts = [f"loss {mean['loss']:.4f}", f"{per_s:,.0f} samples/s", f"data wait {wait:.0%}"]
+        parts += [f"MFU {mfu[-1]:.1%}"] if mfu else []
+        parts += [f"{self._recent[-1]['memory_bytes'] / 2**30:.1f} GiB"]
+        parts += ["NE " + " ".join(f"{name} {ne:.4f}" for name, ne in self._ne.items())] if self._ne else []
+        return "  ".join(parts)
 
     def _eta(self, step: int) -> str:
         assert self._began is not None

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from gem_data import Schema
 from gem_model.baselines import ConstantRate, LogisticRegression
-from gem_parallel import Runtime, start
+from gem_parallel import PeerLostError, Runtime, start
 
 from gem_train.assemble import assemble, describe
 from gem_train.config import RunConfig
 from gem_train.data import Data, without_history
-from gem_train.errors import UserError, user_errors
+from gem_train.errors import PeerLost, UserError, user_errors
 from gem_train.evaluation import Predictions, calibration_curves, figures, intervals, slices
 from gem_train.events import Events, truncate
 from gem_train.metrics import FEW_USERS
@@ -54,6 +54,7 @@ def execute(config: RunConfig, out: str | Path | None = None, *, resume: bool = 
         UserError: a setting, the data or the folder is not as it should be.
         NonFiniteError: the loss or gradient became NaN or infinite.
         Interrupted: SIGTERM or Ctrl-C; a checkpoint has been written.
+        PeerLost: another rank died or hangs.
     """
     with user_errors("start"):
         runtime = start(config.train.device, config.train.timeout_s)
@@ -74,8 +75,9 @@ def execute(config: RunConfig, out: str | Path | None = None, *, resume: bool = 
             events.message("start", step=trainer.position.step, total=trainer.total, world=runtime.world)
             progress.note(_opening(trainer, data))
             progress.start(trainer.position.step, trainer.total)
-            trainer.fit()
-            results = test(trainer, data)
+            with _peers(events):
+                trainer.fit()
+                results = test(trainer, data)
             events.message("finished", step=trainer.position.step)
         return Outcome(run=run, results=results)
 
@@ -209,6 +211,16 @@ def _on_main(runtime: Runtime, work: Callable[[], Any]) -> None:
     error = runtime.gather(error, "rank 0's run folder")[0]
     if error is not None:
         raise UserError(error)
+
+
+@contextlib.contextmanager
+def _peers(events: Events) -> Iterator[None]:
+    """A rank that is gone ends the run with a line and a code of its own, not with the traceback of a collective."""
+    try:
+        yield
+    except PeerLostError as error:
+        events.message("peer lost", reason=str(error))
+        raise PeerLost(f"{error}; go on with --resume") from error
 
 
 @contextlib.contextmanager

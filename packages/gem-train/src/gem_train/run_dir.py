@@ -30,7 +30,7 @@ PACKAGES = ("gem-train", "gem-model", "gem-data", "gem-parallel", "gem-lowprec",
 LIBRARIES = ("torch", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow")
 
 # Settings of the data section that change no training sample: a resumed run may have others.
-FREE = ("data.cache", "data.eval_batch_size", "data.fallback", "data.prefetch")
+FREE = ("data.cache", "data.eval_batch_size", "data.fallback", "data.prefetch", "data.workers", "data.balance")
 
 
 class RunDir:
@@ -77,7 +77,7 @@ class RunDir:
         """Check the folder, make it if need be, and write config.toml and env.json."""
         self.check(config, resume=resume)
         self.path.mkdir(parents=True, exist_ok=True)
-        self.config_file.write_text(to_toml(config))
+        _replace(self.config_file, to_toml(config))
         write_json(self.env_file, environment())
 
     def read_config(self) -> RunConfig:
@@ -157,8 +157,12 @@ def commit() -> str | None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write readable JSON, replacing the file in one atomic move."""
+    _replace(path, json.dumps(finite(value), indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(finite(value), indent=2) + "\n", encoding="utf-8")
+    fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
 
 

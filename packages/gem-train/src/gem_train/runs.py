@@ -18,7 +18,13 @@ from gem_train.run_dir import RunDir
 
 TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last step
 # The message that a run ends with, and what it says of the run. None of them: it runs, or it was killed.
-STATES = {"start": "unfinished", "finished": "finished", "interrupted": "interrupted", "not finite": "not finite"}
+STATES = {
+    "start": "unfinished",
+    "finished": "finished",
+    "interrupted": "interrupted",
+    "not finite": "not finite",
+    "peer lost": "peer lost",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,3 +117,44 @@ def rank_loss(rank: int, world: int, cache: Path, folder: Path) -> None:
         found = global_loss(logits, batch, runtime, stop=rank == 1, flops=1.0 + rank)
         (gradient,) = torch.autograd.grad(found.backward, logits)
         torch.save((found.value, found.stop, found.flops, gradient / world), folder / f"{rank}.pt")
+
+
+def command(arguments: Sequence[str], output: Path, environment: Mapping[str, str] | None = None) -> BaseProcess:
+    """`gem-train ARGUMENTS` as a process of its own, started; what it prints goes to the file `output`.
+
+    The processes are forked from a server that has imported everything once, so that one starts in no time. The
+    report, whose plots take longer than a tiny run, is left out.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gem_train.run"])
+    process = context.Process(target=_command, args=(list(arguments), str(output), dict(environment or {})))
+    process.start()
+    return process
+
+
+def ranks(world: int, arguments: Sequence[str], folder: Path, port: int) -> list[BaseProcess]:
+    """`command` on each of `world` ranks, as torchrun would start them; the outputs are folder/rank-R.txt."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    shared |= {"LOCAL_WORLD_SIZE": str(world)}
+    return [
+        command(arguments, folder / f"rank-{r}.txt", {**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in range(world)
+    ]
+
+
+def _command(arguments: list[str], output: str, environment: dict[str, str]) -> None:
+    import torch
+
+    from gem_train import report
+    from gem_train.cli import main
+
+    report.write_report = lambda run: run.report_file
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    with open(output, "a", buffering=1) as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        code = main(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -8,20 +8,19 @@ with the bits of the uninterrupted one, and there is no random state to save.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import resource
 import sys
 import time
 import warnings
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from gem_data import JaggedBatch, Loader
 from gem_lowprec import Conversion
 from gem_model import GemConfig, ModelInputs
-from gem_model.flops import batch_flops
 from gem_parallel import (
     Checkpointer,
     CheckpointError,
@@ -32,20 +31,21 @@ from gem_parallel import (
 )
 from torch import Tensor
 
-from gem_train import nonfinite
+from gem_train import trouble
+from gem_train.averaging import Average
 from gem_train.config import RunConfig
 from gem_train.errors import Interrupted, NonFiniteError, UserError
 from gem_train.evaluation import Predictions, figures, mean_ne, predict
 from gem_train.events import Events
-from gem_train.losses import GlobalLoss, global_loss
-from gem_train.metrics import Mfu, model_flops_utilization
+from gem_train.instruments import Instruments
+from gem_train.losses import GlobalLoss, global_loss, total_weights
+from gem_train.metrics import Mfu
 from gem_train.progress import Progress
-from gem_train.run_dir import RunDir, write_json
+from gem_train.progressive import Window
+from gem_train.run_dir import RunDir
 from gem_train.schedule import rate
 from gem_train.signals import StopRequest
-
-FLOPS_EVERY = 20  # steps; counting a batch's FLOPs is Python work
-TRAINING_FLOPS = 3  # forward passes' worth: the backward counts two
+from gem_train.spikes import LossHistory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,11 @@ class Position:
     best_step: int | None = None  # of the best validation NE
     best_ne: float = math.inf
     evaluated: int | None = None  # the step of the last validation
+    usual_ne: float = math.inf  # what the next validation must beat by min_delta, ...
+    stale: int = 0  # ... and how many in a row have not
+    skipped: int = 0  # updates left out
+    losses: LossHistory = field(default_factory=LossHistory)
+    window: list[list[float]] = field(default_factory=list)  # of the progressive validation
 
 
 class Trainer:
@@ -87,6 +92,9 @@ class Trainer:
         self.config, self.runtime, self.model = parts.config, parts.runtime, parts.model
         self.position = Position()
         self.stop = StopRequest()
+        self.instruments = Instruments(parts)
+        decay = self.config.optim.ema_decay
+        self.average = Average(self.model, decay) if decay is not None else None
         train, data = self.config.train, parts.train
         self.total = min(train.epochs * data.steps_per_epoch, train.max_steps or sys.maxsize)
         self.checkpoints = Checkpointer(parts.run.checkpoints, keep=train.keep_checkpoints, runtime=self.runtime)
@@ -95,29 +103,46 @@ class Trainer:
 
     # The step.
 
-    def step(self, batch: JaggedBatch, flops: float = 0.0) -> dict[str, float]:
+    def step(self, batch: JaggedBatch, flops: float = 0.0) -> dict[str, Any]:
         """One update on this rank's part of a global batch; returns what there is to log.
 
         Raises NonFiniteError, before anything is updated if it is the loss that is not finite.
         """
-        step, optim = self.position.step + 1, self.config.optim
-        self._seed(step)
+        step, clock = self.position.step + 1, self.instruments.clock
         rates = self._set_rates(step)
-        batch = batch.to(self.runtime.device, non_blocking=True)
-
-        logits = self.forward(batch)
-        loss = global_loss(logits, batch, self.runtime, stop=self.stop.requested, flops=flops)
-        if not math.isfinite(loss.value):
-            self._fail(f"the loss is {loss.value}", step, batch, logits, loss)
-        loss.backward.backward()  # updates the tables, too
-        norm = float(self.model.clip_grad_norm_(optim.clip_norm or math.inf))
-        if not math.isfinite(norm):
-            self._fail(f"the gradient's norm is {norm} (the loss is {loss.value})", step, batch, logits, loss)
-        self.parts.optimizer.step()
+        parts = divided(batch, self.config.optim.accumulate)
+        whole = total_weights(batch, self.runtime) if len(parts) > 1 else None
+        losses: list[GlobalLoss] = []
+        good, norm = True, math.nan
+        for i, part in enumerate(parts):
+            self._seed(step, i)
+            logits = self.forward(part)
+            clock.mark("forward")
+            stop = self.stop.requested
+            losses.append(global_loss(logits, part, self.runtime, whole=whole, stop=stop, flops=flops if i == 0 else 0))
+            clock.mark("loss")
+            good = self._accepts(step, i, part, logits, losses[-1])
+            if not good:
+                break
+            with self.runtime.waiting("the backward pass"):
+                losses[-1].backward.backward()  # updates the tables, too
+            clock.mark("backward")
+        if good:
+            norm = float(self.model.clip_grad_norm_(self.config.optim.clip_norm or math.inf))
+            if not math.isfinite(norm):
+                what = f"the gradient's norm is {norm} (the loss is {losses[-1].value})"
+                self._fail(what, step, i, part, logits, losses[-1])
+            self.parts.optimizer.step()
+            if self.average is not None:
+                self.average.update()
         self.parts.optimizer.zero_grad(set_to_none=True)
+        clock.mark("optimizer")
 
         self.position.step = step
-        return {"loss": loss.value, "grad_norm": norm, "stop": loss.stop, "flops": loss.flops, **rates}
+        if self.config.data.order == "time" and step <= self.parts.train.steps_per_epoch:
+            self._validate_progressively(step, losses)
+        record = {"loss": sum(x.value for x in losses), "grad_norm": norm, **rates} | ({} if good else {"skipped": 1})
+        return {**record, "stop": any(x.stop for x in losses), "flops": losses[0].flops}
 
     def forward(self, batch: JaggedBatch) -> Tensor:
         """Logits [B, K] in the run's precision; `batch` is on any device."""
@@ -142,8 +167,20 @@ class Trainer:
                 better = False
                 if last or (train.eval_every and step % train.eval_every == 0):
                     better = self.validate()
-                if last or stop or better or (train.checkpoint_every and step % train.checkpoint_every == 0):
+                if (
+                    last
+                    or stop
+                    or better
+                    or self.is_stale
+                    or (train.checkpoint_every and step % train.checkpoint_every == 0)
+                ):
                     self.save()
+                if self.is_stale and not last:
+                    self.parts.events.message("stopped early", step=step, best=self.position.best_step)
+                    self.parts.progress.note(
+                        f"stopped early at step {step}: {self.position.stale} validations without a gain"
+                    )
+                    return
                 if stop and not last:
                     saved = self.checkpoints.latest() == step
                     how = "a checkpoint was written" if saved else "its checkpoint could NOT be written"
@@ -152,7 +189,7 @@ class Trainer:
 
     def _batches(self) -> Generator[tuple[JaggedBatch, float], None, None]:
         """Batches from the loader's position to the last step, with the seconds that each one kept us waiting."""
-        left = self.total - self.position.step
+        left = 0 if self.is_stale else self.total - self.position.step
         while left > 0:
             epoch = iter(self.parts.train)
             began = time.perf_counter()
@@ -163,36 +200,30 @@ class Trainer:
                     break
                 began = time.perf_counter()
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether as many validations in a row as `patience` allows have brought nothing."""
+        patience = self.config.train.patience
+        return patience is not None and self.position.stale >= patience
+
     def _timed_step(self, batch: JaggedBatch, waited: float) -> bool:
         """Make the step and log it; returns whether a rank was asked to stop."""
         step = self.position.step + 1
-        counted = step == 1 or step % FLOPS_EVERY == 0
-        flops = TRAINING_FLOPS * self.flops(batch) if counted else 0
+        mine = self.instruments.begin(step, batch)
         began = time.perf_counter()
         self.model.train()
-        record = self.step(batch, flops)
+        record = self.step(batch, mine)
         seconds = time.perf_counter() - began
-        stop, useful = bool(record.pop("stop")), record.pop("flops")
-        record |= {
-            "epoch": (step - 1) // self.parts.train.steps_per_epoch,
-            "samples_per_s": self.config.data.batch_size / (waited + seconds),
-            "data_wait_s": waited,
-            "step_s": seconds,
-            "memory_bytes": memory_in_use(self.runtime.device),
-        }
-        if counted:
-            each = useful / self.runtime.world
-            record["tflops"] = each / (waited + seconds) / 1e12
-            mfu = model_flops_utilization(each, waited + seconds, self.parts.peak.peak)
-            record |= {"mfu": mfu} if mfu is not None else {}
+        stop, flops = bool(record.pop("stop")), record.pop("flops")
+        record |= self.instruments.end(step, waited=waited, seconds=seconds, flops=flops, mine=mine)
         self.parts.events.metric("step", step, **record)
         self.parts.progress.step(step, record)
         return stop
 
-    def _seed(self, step: int) -> None:
-        """Everything random in step `step` on this rank (dropout, stochastic rounding) follows from these numbers."""
-        torch.manual_seed((self.config.train.seed * 1_000_003 + step) * 65_537 + self.runtime.rank)
-        self.parts.conversion.set_step(step)
+    def _seed(self, step: int, part: int = 0) -> None:
+        """Everything random in a part of a step on this rank (dropout, stochastic rounding) follows from these."""
+        torch.manual_seed((self.config.train.seed * 1_000_003 + step) * 65_537 + self.runtime.rank + (part << 48))
+        self.parts.conversion.set_step(step, part)
 
     def _set_rates(self, step: int) -> dict[str, float]:
         o = self.config.optim
@@ -203,12 +234,6 @@ class Trainer:
             group["lr"] = dense
         self.model.set_sparse_lr(sparse)
         return {"lr": dense, "sparse_lr": sparse}
-
-    def flops(self, batch: JaggedBatch) -> int:
-        """Useful FLOPs of this rank's forward pass, padding samples left out."""
-        real = batch.sample_ids >= 0
-        lengths = {s.name: batch.sequences[s.name].offsets.diff()[real].tolist() for s in self.parts.inputs.sources}
-        return batch_flops(self.parts.model_config, self.parts.inputs, lengths, batch_size=int(real.sum()))
 
     # Evaluation.
 
@@ -222,24 +247,45 @@ class Trainer:
 
     def validate(self) -> bool:
         """Evaluate the validation split; keeps the weights if they are the best so far, and says whether they are."""
-        step = self.position.step
-        with self.parts.events.span("validation", step=step):
-            predictions = self.predict(self.parts.validation)
-        found = figures(predictions, self.parts.inputs.tasks) if predictions is not None else {}
-        ne = self.runtime.gather(mean_ne(found) if found else math.nan, "the validation NE")[0]
-        self.parts.events.metric("eval", step, split="validation", ne=ne, tasks=found)
-        self.parts.progress.evaluated(step, ne, found)
-        self.position.evaluated = step
-        if not (self.config.train.keep_best and ne < self.position.best_ne):
-            return False
-        self.position.best_ne, self.position.best_step = ne, step
-        self._save_to(self.best, {"model": self.model.state_dict()["model"]})
-        return True
+        step, train = self.position.step, self.config.train
+        averaged = self.average.in_place() if self.average is not None else contextlib.nullcontext()
+        with averaged:
+            with self.parts.events.span("validation", step=step):
+                predictions = self.predict(self.parts.validation)
+            found = figures(predictions, self.parts.inputs.tasks) if predictions is not None else {}
+            ne = self.runtime.gather(mean_ne(found) if found else math.nan, "the validation NE")[0]
+            self.parts.events.metric("eval", step, split="validation", ne=ne, tasks=found)
+            self.parts.progress.evaluated(step, ne, found)
+            position = self.position
+            position.evaluated = step
+            gained = ne < position.usual_ne - train.min_delta
+            position.stale = 0 if gained else position.stale + 1
+            position.usual_ne = ne if gained else position.usual_ne
+            if not (train.keep_best and ne < position.best_ne):
+                return False
+            position.best_ne, position.best_step = ne, step
+            self._save_to(self.best, {"model": self.model.state_dict()["model"]})
+            return True
+
+    def _validate_progressively(self, step: int, losses: list[GlobalLoss]) -> None:
+        window = Window(self.position.window)
+        for loss in losses:
+            if math.isfinite(loss.value):
+                window.add(loss.tasks)
+        every = self.config.train.eval_every or self.parts.train.steps_per_epoch
+        if step % every == 0 or step in (self.total, self.parts.train.steps_per_epoch):
+            found = window.close(self.parts.inputs.tasks)
+            self.parts.events.metric("progressive", step, ne=mean_ne(found) if found else math.nan, tasks=found)
+            self.parts.progress.streamed(step, found)
+        self.position.window = window.sums
 
     def load_best(self) -> str:
         """Put the weights to be tested into the model and say which they are."""
         best, last = self.position.best_step, self.position.step
         if best is None or best == last:
+            if self.average is not None:
+                self.average.swap()
+                return f"the averaged ones of step {last}"
             return f"the last ones, step {last}"
         try:
             state = {"model": self.model.state_dict()["model"]}
@@ -256,10 +302,12 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Everything that a step depends on; the tensors are the live ones."""
+        position = {**vars(self.position), "losses": vars(self.position.losses)}
         return {
             **self.model.state_dict(),
             "optimizer": optimizer_state(self.model, self.parts.optimizer),
-            "position": {**vars(self.position), "loader": self.parts.train.state_dict()},
+            "position": {**position, "loader": self.parts.train.state_dict()},
+            **({} if self.average is None else {"average": self.average.state()}),
         }
 
     def save(self) -> None:
@@ -268,8 +316,10 @@ class Trainer:
             self._save_to(self.checkpoints, self.state())
 
     def resume(self) -> int:
-        """Continue from the latest intact checkpoint; returns its step. Raises UserError where there is none."""
+        """Continue from the latest intact checkpoint; returns its step. Raises UserError where all were lost."""
         step = self.checkpoints.latest()
+        if step is None and not (self.checkpoints.steps() or self.parts.run.metrics_file.exists()):
+            return 0  # it was killed before it could save anything: there is nothing to lose
         if step is None:
             raise UserError(
                 f"no checkpoint to resume from in {self.parts.run.checkpoints}; start the run again in another folder"
@@ -286,9 +336,11 @@ class Trainer:
             load_optimizer_state(self.model, self.parts.optimizer, state["optimizer"])
             position = dict(state["position"])
             self.parts.train.load_state_dict(position.pop("loader"))
+            if self.average is not None:
+                self.average.updates = state["average"]["updates"]
         except (CheckpointError, ValueError) as error:
             raise UserError(f"cannot resume {self.parts.run.path} from step {step}: {error}") from error
-        self.position = Position(**position)
+        self.position = Position(**position | {"losses": LossHistory(**position.get("losses", {}))})
 
     def _save_to(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
         try:
@@ -299,37 +351,43 @@ class Trainer:
 
     # Trouble.
 
-    def _fail(self, what: str, step: int, batch: JaggedBatch, logits: Tensor, loss: GlobalLoss) -> None:
-        """Say where the first non-finite value comes from, leave the samples' ids in the run folder, and stop."""
-        self._seed(step)
-        where = nonfinite.find(self.model.module, lambda: self.forward(batch), batch)
-        mine = {
-            "rank": self.runtime.rank,
-            "loss_is_finite": bool(torch.isfinite(loss.sums).all()),
-            "where": where,
-            "bad_samples": nonfinite.bad_samples(logits, batch),
-            "samples": [i for i in batch.sample_ids.tolist() if i >= 0],
-        }
-        ranks = self.runtime.gather(mine, "the samples of the bad batch")
-        culprit = next((r for r in ranks if not r["loss_is_finite"]), ranks[0])
-        file = self.parts.run.bad_batch_file
-        if self.runtime.is_main:
-            write_json(file, {"step": step, "what": what, "ranks": ranks})
-            self.parts.events.message("not finite", step=step, what=what, where=culprit["where"], rank=culprit["rank"])
-        count = sum(len(r["samples"]) for r in ranks)
-        raise NonFiniteError(
-            f"step {step}: {what}. The first non-finite value appears in {culprit['where']}, "
-            f"on rank {culprit['rank']}. The ids of the batch's {count} samples are in {file}"
-        )
+    def _accepts(self, step: int, i: int, batch: JaggedBatch, logits: Tensor, loss: GlobalLoss) -> bool:
+        """Whether to train on part `i` of a step. All ranks say the same, since the loss is that of all of them."""
+        train, position = self.config.train, self.position
+        skip, finite = train.bad_batches == "skip", math.isfinite(loss.value)
+        if finite and not position.losses.is_spike(loss.mean, train.spike_sigmas):
+            position.losses.add(loss.mean)
+            return True
+        if not finite and not (skip and position.skipped < train.max_skipped):
+            self._fail(f"the loss is {loss.value}", step, i, batch, logits, loss)
+        event = "loss spike" if finite else "loss not finite"
+        skip = skip and position.skipped < train.max_skipped
+        usual = {"mean": position.losses.mean, "std": math.sqrt(position.losses.variance)}
+        trouble.record(self.parts, event, step, batch, logits, loss=loss.mean, skipped=skip, **usual)
+        self.parts.progress.note(f"{event} at step {step}: {loss.mean:.4f}, usual {usual['mean']:.4f}", style="yellow")
+        if skip:
+            position.skipped += 1
+            return False
+        position.losses.add(loss.mean)
+        return True
+
+    def _fail(self, what: str, step: int, i: int, batch: JaggedBatch, logits: Tensor, loss: GlobalLoss) -> None:
+        def again() -> None:
+            self._seed(step, i)
+            self.forward(batch)
+
+        trouble.stop(self.parts, what, step, batch, logits, loss, again)
 
     def _warn(self, message: str) -> None:
         if self.runtime.is_main:
             warnings.warn(message, stacklevel=3)
 
 
-def memory_in_use(device: torch.device) -> int:
-    """The peak so far, in bytes: what CUDA's allocator gave out, or the process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def divided(batch: JaggedBatch, count: int) -> list[JaggedBatch]:
+    """The batch in `count` runs of (nearly) equal size. Raises UserError where there are fewer samples than that."""
+    if count == 1:
+        return [batch]
+    if batch.batch_size < count:
+        raise UserError(f"optim.accumulate is {count}, but a rank has only {batch.batch_size} samples of a batch")
+    edges = [batch.batch_size * i // count for i in range(count + 1)]
+    return [batch.slice(a, b) for a, b in itertools.pairwise(edges)]

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from gem_train.cli.parser import parser
-from gem_train.errors import Interrupted, NonFiniteError, UserError
+from gem_train.errors import Interrupted, NonFiniteError, PeerLost, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 2 the user's to mend, 3 NaN or infinity, 130 Ctrl-C."""
+    """Run one command; returns the exit code.
+
+    0 done, 2 the user's to mend, 3 NaN or infinity, 4 another rank is gone, 130 Ctrl-C.
+    """
     arguments = parser().parse_args(argv)
     if arguments.verb is None:
         parser().print_help()
@@ -21,10 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = getattr(commands, arguments.verb)(arguments)
         return code
-    except (UserError, NonFiniteError, Interrupted) as error:
+    except (UserError, NonFiniteError, PeerLost, Interrupted) as error:
         if arguments.debug and not isinstance(error, Interrupted):
             raise
-        if os.environ.get("RANK", "0") == "0":  # the others would only repeat it
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, PeerLost):  # the others would only repeat it
             kind = "" if isinstance(error, Interrupted) else "error: "
             print(f"gem-train: {kind}{error}", file=sys.stderr)
         return error.exit_code

@@ -21,6 +21,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--resume needs the run folder to go on with: --out DIR")
     from gem_train.run_dir import RunDir
 
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if restarted and not arguments.out:
+        raise UserError("torchrun has restarted this run, which can go on only in a folder with a name: --out DIR")
+    # After a restart by torchrun the same command goes on with what it began.
+    arguments.resume = arguments.resume or (restarted and RunDir(arguments.out).config_file.exists())
     if arguments.resume and not (arguments.recipe or arguments.config):
         config = override(RunDir.open(arguments.out).read_config(), arguments.set)
     else:

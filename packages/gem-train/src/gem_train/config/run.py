@@ -14,6 +14,8 @@ from gem_parallel.config import ParallelConfig
 
 from gem_train.config.lowprec import LowprecConfig
 
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -31,7 +33,11 @@ class DataConfig:
         batch_size: samples of a training step over all ranks.
         eval_batch_size: samples of an evaluation step over all ranks.
         max_history: the most recent events that a sample's history keeps.
+        order: of the training samples: "shuffled" anew each epoch, or "time", as a stream would bring them. The first
+            epoch in order of time is also a progressive validation: each sample is predicted before it is trained on.
+        balance: how a global batch is dealt to the ranks (gem_data.balance); "none" cuts it as it comes.
         prefetch: batches prepared ahead in the background.
+        workers: processes that prepare batches; 0 is a thread.
         synthetic: the make-up of the synthetic source.
     """
 
@@ -44,7 +50,10 @@ class DataConfig:
     batch_size: int = 512
     eval_batch_size: int = 1024
     max_history: int = 50
+    order: Literal["shuffled", "time"] = "shuffled"
+    balance: Literal["none", "bbs", "lpt", "karmarkar-karp", "exchange"] = "none"
     prefetch: int = 2
+    workers: int = 0
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def __post_init__(self) -> None:
@@ -54,7 +63,7 @@ class DataConfig:
             )
         for name in ("batch_size", "eval_batch_size"):
             at_least(name, getattr(self, name), 1)
-        for name in ("max_history", "prefetch"):
+        for name in ("max_history", "prefetch", "workers"):
             at_least(name, getattr(self, name), 0)
 
 
@@ -80,12 +89,17 @@ class InputsConfig:
 class OptimConfig:
     """AdamW for the dense parameters (Loshchilov & Hutter 2019), row-wise AdaGrad for the tables.
 
-    Both learning rates rise linearly over `warmup_steps`; then "cosine" takes them down to `final_ratio` of their peak
-    at the last step, "constant" keeps them. Norms, biases and other vectors are not decayed.
+    Both learning rates rise linearly over `warmup_steps`; then "cosine" and "linear" take them down to `final_ratio` of
+    their peak at the last step, "constant" keeps them, and "wsd" keeps them until the last tenth of the steps, over
+    which they fall linearly (warm-up, stable, decay). Norms, biases and other vectors are not decayed.
 
     Args:
         lr, betas, eps, weight_decay: AdamW.
         clip_norm: the largest L2 norm of the dense gradient; None does not clip.
+        accumulate: parts that each rank's batch is computed in, one after another, to save memory. The dense gradient
+            is that of the whole batch; the tables, whose optimizer runs inside the backward pass, are updated part by
+            part.
+        ema_decay: decay of an average of the dense weights, which validations and tests then use; None for none.
         warmup_steps: steps of linear warm-up.
         schedule: of the dense learning rate.
         final_ratio: where the cosine ends, as a share of the peak.
@@ -99,11 +113,13 @@ class OptimConfig:
     weight_decay: float = 0.01
     clip_norm: float | None = 1.0
     warmup_steps: int = 50
-    schedule: Literal["cosine", "constant"] = "cosine"
+    accumulate: int = 1
+    ema_decay: float | None = None
+    schedule: Schedule = "cosine"
     final_ratio: float = 0.05
     sparse_lr: float = 0.05
     sparse_eps: float = 1e-8
-    sparse_schedule: Literal["cosine", "constant"] = "cosine"
+    sparse_schedule: Schedule = "cosine"
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "sparse_lr"):
@@ -113,7 +129,10 @@ class OptimConfig:
             raise ValueError(f"clip_norm is {self.clip_norm}; expected a positive norm or none")
         if not 0.0 <= self.final_ratio <= 1.0:
             raise ValueError(f"final_ratio is {self.final_ratio}; expected a share in [0, 1]")
+        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
+            raise ValueError(f"ema_decay is {self.ema_decay}; expected a share between 0 and 1, or none")
         at_least("warmup_steps", self.warmup_steps, 0)
+        at_least("accumulate", self.accumulate, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +143,18 @@ class TrainConfig:
         epochs: passes over the training split.
         max_steps: stop after so many steps (and plan the schedule for them); None is all of the epochs.
         eval_every: steps between validations; 0 validates at the end alone.
+        patience: stop after so many validations in a row without a better NE; None trains to the end.
+        min_delta: by how much an NE must be lower to count as better for `patience`.
         checkpoint_every: steps between checkpoints; 0 writes one at the end alone.
         keep_checkpoints: how many of them are kept.
         keep_best: test the weights with the best validation NE instead of the last ones.
+        spike_sigmas: a step whose loss lies so many standard deviations above its running mean is recorded with the ids
+            of its samples; 0 looks for none.
+        bad_batches: "stop" ends the run at a loss that is not finite (a spike is trained on); "skip" leaves out the
+            updates of both, up to `max_skipped` in all. A gradient that is not finite always stops the run: the tables
+            have seen it.
+        sinks: where the figures of each step go beside the run folder: names of entry points of the group
+            `gem_train.sinks` (tensorboard, wandb, trackio, prometheus).
         seed: of the initial weights, the order of the samples and dropout.
         precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 on a CPU.
         device: "auto", "cpu" or "cuda".
@@ -136,9 +164,15 @@ class TrainConfig:
     epochs: int = 2
     max_steps: int | None = None
     eval_every: int = 100
+    patience: int | None = None
+    min_delta: float = 0.0
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     keep_best: bool = True
+    spike_sigmas: float = 8.0
+    bad_batches: Literal["stop", "skip"] = "stop"
+    max_skipped: int = 20
+    sinks: tuple[str, ...] = ()
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -147,8 +181,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "keep_checkpoints"):
             at_least(name, getattr(self, name), 1)
-        for name in ("eval_every", "checkpoint_every", "seed"):
+        for name in ("eval_every", "checkpoint_every", "seed", "max_skipped"):
             at_least(name, getattr(self, name), 0)
+        for name in ("min_delta", "spike_sigmas"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if self.patience is not None:
+            at_least("patience", self.patience, 1)
         if self.max_steps is not None:
             at_least("max_steps", self.max_steps, 1)
 
