@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
-import tomllib
+import sys
 from pathlib import Path
 
 import nox
 
 ROOT = Path(__file__).parent
-PACKAGES = tuple(sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml")))
+sys.path.insert(0, str(ROOT / "tools"))
+
+from workspace import packages, project, siblings, version  # noqa: E402
+
+PACKAGES = packages()
 SOURCES = os.pathsep.join(str(ROOT / "packages" / p / "src") for p in PACKAGES)
 
 # One thread per test process: pytest-xdist already uses every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 WORKERS = os.environ.get("GEM_TEST_WORKERS", str(os.cpu_count() or 1))
 
+GRIFFE = "griffe==2.4.1"
+
 nox.options.default_venv_backend = "virtualenv"  # pip, since uv does not honour the CPU pin of torch
-nox.options.sessions = ["lint", "types", "contracts", "docs", "tests"]
-
-
-def siblings(package: str) -> list[str]:
-    """The package and the siblings that it needs, dependencies first."""
-    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
-    found: list[str] = []
-    for requirement in project["dependencies"]:
-        for name in PACKAGES:
-            if requirement.startswith(name):
-                found += [s for s in siblings(name) if s not in found]
-    return [*found, package]
+nox.options.sessions = ["lint", "types", "contracts", "docs", "release", "api", "tests"]
 
 
 def engines(package: str) -> list[str]:
@@ -73,7 +68,28 @@ def contracts(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The site, with warnings as errors."""
     session.install("-r", "tools/docs.txt")
-    session.run("mkdocs", "build", "--strict", "--quiet")
+    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """What would be released: sdists, wheels built from them, metadata, and the changelogs as they would read."""
+    session.install("build==1.6.1", "hatchling==1.33.0", "packaging", "towncrier==26.9.0")
+    dists = Path(session.create_tmp()).resolve() / "dists"
+    shutil.rmtree(dists, ignore_errors=True)
+    for package in PACKAGES:
+        home = f"packages/{package}"
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dists), home, silent=True)
+        draft = ("--draft", "--dir", home, "--config", f"{home}/pyproject.toml", "--version", version(package))
+        session.run("towncrier", "build", *draft, silent="-v" not in session.posargs)
+    session.run("python", "tools/check_dists.py", str(dists))
+
+
+@nox.session
+def api(session: nox.Session) -> None:
+    """The public API beside its committed listing and the last release; `-- --write` writes the listing."""
+    session.install(GRIFFE, "packaging")
+    session.run("python", "tools/public_api.py", *session.posargs)
 
 
 @nox.session
@@ -83,13 +99,17 @@ def tests(session: nox.Session) -> None:
     pytest(session, "packages", "tools")
 
 
+@nox.session(name="tests(tools)")
+def tests_of_tools(session: nox.Session) -> None:
+    """The tools, and the code blocks of READMEs and tutorials, in an environment with all packages."""
+    session.install("-r", "tools/cpu.txt", *test_requirements())
+    pytest(session, "tools")
+
+
 def test_requirements() -> list[str]:
-    """The union of the packages' test extras."""
-    extras: set[str] = set()
-    for package in PACKAGES:
-        project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
-        extras |= set(project["optional-dependencies"]["test"])
-    return sorted(extras)
+    """The union of the packages' test extras, and what the tests of the tools need."""
+    extras = {line for package in PACKAGES for line in project(package)["optional-dependencies"]["test"]}
+    return sorted(extras | {GRIFFE, "markdown-it-py>=3", "packaging"})
 
 
 @nox.session
@@ -110,25 +130,62 @@ def one_package(package: str) -> None:
 
     @nox.session(name=f"wheel({package})")
     def wheel_alone(session: nox.Session) -> None:
-        house = Path(session.create_tmp()).resolve() / "wheelhouse"
-        shutil.rmtree(house, ignore_errors=True)
-        session.install("hatch")
-        for sibling in siblings(package):
-            with session.chdir(ROOT / "packages" / sibling):
-                session.run("hatch", "build", "-t", "wheel", str(house))
-        empty = house.parent / "empty"
-        shutil.rmtree(empty, ignore_errors=True)
-        session.run("python", "-m", "venv", str(empty))
-        python = str(empty / "bin" / "python")
-        session.run(
-            python, "-m", "pip", "install", "-q", "--find-links", str(house), *engines(package), package, external=True
-        )
+        python = install_wheels(session, package, {name: ROOT / "packages" / name for name in siblings(package)})
         session.run(python, str(ROOT / "tools" / "check_wheel.py"), package, external=True)
 
     tests_alone.__doc__ = f"{package} and what it depends on, in their own environment."
     wheel_alone.__doc__ = (
-        f"The wheel of {package}, alone in an empty environment: every module imports, the README runs."
+        f"The wheel of {package}, alone in an empty environment: modules import, commands start, the README runs."
     )
+    if len(siblings(package)) == 1:
+        return
+
+    @nox.session(name=f"oldest({package})")
+    def with_oldest_siblings(session: nox.Session) -> None:
+        session.install("packaging")
+        sources = Path(session.create_tmp()).resolve() / "sources"
+        session.run("python", "tools/oldest.py", package, str(sources))
+        homes = {name: sources / name for name in siblings(package)[:-1]} | {package: ROOT / "packages" / package}
+        python = install_wheels(session, package, homes)
+        session.run(python, str(ROOT / "tools" / "check_wheel.py"), package, external=True)
+        session.run(
+            python, "-m", "pip", "install", "-q", *project(package)["optional-dependencies"]["test"], external=True
+        )
+        tests = f"packages/{package}/tests"
+        session.run(
+            python,
+            "-m",
+            "pytest",
+            "-n",
+            WORKERS,
+            "-m",
+            "not slow",
+            tests,
+            *session.posargs,
+            env=ONE_THREAD,
+            external=True,
+        )
+
+    with_oldest_siblings.__doc__ = f"{package} beside the oldest siblings that it allows."
+
+
+def install_wheels(session: nox.Session, package: str, homes: dict[str, Path]) -> str:
+    """Build wheels of the sources in `homes`; the interpreter of an empty environment with `package` from them."""
+    house = Path(session.create_tmp()).resolve() / "wheelhouse"
+    empty = house.parent / "empty"
+    for folder in (house, empty):
+        shutil.rmtree(folder, ignore_errors=True)
+    session.install("build==1.6.1", "hatchling==1.33.0")
+    for home in homes.values():
+        session.run(
+            "python", "-m", "build", "--no-isolation", "--wheel", "--outdir", str(house), str(home), silent=True
+        )
+    session.run("python", "-m", "venv", str(empty))
+    python = str(empty / "bin" / "python")
+    session.run(
+        python, "-m", "pip", "install", "-q", "--find-links", str(house), *engines(package), package, external=True
+    )
+    return python
 
 
 for name in PACKAGES:

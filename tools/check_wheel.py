@@ -1,4 +1,4 @@
-"""Check an installed package: import every module, then run the first Python example of its README.
+"""Check an installed package: import every module, run its commands, and all Python examples of its README.
 
 `python tools/check_wheel.py gem-kernels`, with the interpreter of the environment that holds the wheel.
 """
@@ -26,7 +26,7 @@ def modules(package: str) -> list[str]:
 
 
 def main() -> None:
-    """Exit non-zero on the first module that does not import or example that fails."""
+    """Exit non-zero on the first module that does not import, command that does not start or example that fails."""
     distribution = sys.argv[1]
     package = distribution.replace("-", "_")
     location = Path(importlib.import_module(package).__file__ or "")
@@ -37,15 +37,23 @@ def main() -> None:
     names = modules(package)
     for name in names:
         importlib.import_module(name)
+    scripts = [point for point in metadata.distribution(distribution).entry_points if point.group == "console_scripts"]
+    for script in scripts:
+        program = Path(sys.executable).parent / script.name
+        for words in (["--version"], ["--help"]):
+            subprocess.run([program, *words], check=True, stdout=subprocess.DEVNULL)
     readme = metadata.metadata(distribution).get_payload() or metadata.metadata(distribution)["Description"]
     examples = re.findall(r"```python\n(.*?)```", str(readme), flags=re.DOTALL)
     if not examples:
         raise SystemExit(f"the README of {distribution} has no Python example to run")
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "example.py"
-        script.write_text(examples[0])
-        subprocess.run([sys.executable, str(script)], check=True, cwd=folder)
-    print(f"{distribution} {metadata.version(distribution)}: {len(names)} modules import, the README's example runs")
+        example = Path(folder) / "example.py"
+        example.write_text("\n".join(examples))
+        subprocess.run([sys.executable, str(example)], check=True, cwd=folder)
+    print(
+        f"{distribution} {metadata.version(distribution)}: {len(names)} modules import, {len(scripts)} commands start, "
+        f"{len(examples)} examples of the README run"
+    )
 
 
 if __name__ == "__main__":

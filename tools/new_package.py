@@ -20,6 +20,7 @@ dynamic = ["version"]
 description = "{summary}"
 readme = "README.md"
 license = "Apache-2.0"
+license-files = ["LICENSE"]
 requires-python = ">=3.11"
 keywords = ["recommendation", "jagged", "attention", "training"]
 classifiers = [
@@ -39,6 +40,23 @@ path = "src/{module}/__about__.py"
 
 [tool.hatch.build.targets.wheel]
 packages = ["src/{module}"]
+
+[tool.hatch.build.targets.sdist]
+include = ["/src", "/tests", "/CHANGELOG.md", "/LICENSE", "/README.md"]
+
+[tool.towncrier]
+name = "{name}"
+directory = "changes"
+filename = "CHANGELOG.md"
+start_string = "<!-- releases -->\\n"
+title_format = "## {{version}} ({{project_date}})"
+type = [
+  {{ directory = "added", name = "Added", showcontent = true }},
+  {{ directory = "changed", name = "Changed", showcontent = true }},
+  {{ directory = "deprecated", name = "Deprecated", showcontent = true }},
+  {{ directory = "removed", name = "Removed", showcontent = true }},
+  {{ directory = "fixed", name = "Fixed", showcontent = true }},
+]
 """
 
 INIT = '''\
@@ -59,8 +77,12 @@ def create(root: Path, name: str, summary: str, dependencies: list[str]) -> Path
     listed = "".join(f'\n  "{d}",' for d in dependencies) + ("\n" if dependencies else "")
     files = {
         "pyproject.toml": PYPROJECT.format(name=name, module=module, summary=summary, dependencies=listed),
-        "README.md": f"# {name}\n\n{summary}\n",
-        "CHANGELOG.md": f"# Changelog of {name}\n\nFragments of the next release are in `changes/`.\n",
+        "README.md": f"# {name}\n\n{summary}\n\n```python\nimport {module}\n\nprint({module}.__version__)\n```\n",
+        "CHANGELOG.md": (
+            f"# Changelog of {name}\n\nFragments of the next release are in `changes/`.\n\n<!-- releases -->\n"
+        ),
+        "LICENSE": (Path(__file__).resolve().parents[1] / "LICENSE").read_text(),
+        "changes/+first.added.md": f"{summary}\n",
         "changes/.gitignore": "!.gitignore\n",
         f"src/{module}/__about__.py": '__version__ = "0.1.0"\n',
         f"src/{module}/__init__.py": INIT.format(module=module, summary=summary),

@@ -1,0 +1,156 @@
+"""List the public API of every package, and compare it with the committed listing and with the last release.
+
+    python tools/public_api.py            compare; exits with 1 when something public has gone or changed unannounced
+    python tools/public_api.py --write    write the listings, docs/reference/<package>.txt
+
+The API is what a package's `__all__` names, with the public members of those classes and modules: parameters, their
+kinds and defaults, without annotations; of attributes those that the class itself declares. It is read from the source
+by griffe; nothing is imported. A name may go when the listing says that it is deprecated
+(`typing_extensions.deprecated`). New names are reported and never fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+from workspace import ROOT, packages
+
+LISTINGS = ROOT / "docs" / "reference"
+MARK = {
+    griffe.ParameterKind.var_positional: "*",
+    griffe.ParameterKind.var_keyword: "**",
+}
+
+
+def signature(function: griffe.Function | griffe.Class) -> str:
+    """Parameters as in the source, without annotations and without self or cls."""
+    words, bare_star = [], False
+    for parameter in function.parameters:
+        if parameter.name in ("self", "cls"):
+            continue
+        if parameter.kind is griffe.ParameterKind.keyword_only and not bare_star:
+            bare_star = True
+            words.append("*")
+        if parameter.kind is griffe.ParameterKind.var_positional:
+            bare_star = True
+        default = "" if parameter.kind in MARK or parameter.default is None else f"={parameter.default}"
+        words.append(f"{MARK.get(parameter.kind, '')}{parameter.name}{default}")
+    return f"({', '.join(words)})"
+
+
+def deprecated(thing: griffe.Object) -> bool:
+    """Whether a `deprecated` decorator announces that the name will go."""
+    decorators = thing.decorators if isinstance(thing, griffe.Function | griffe.Class) else []
+    return any(decorator.callable_path.endswith("deprecated") for decorator in decorators)
+
+
+def resolve(module: griffe.Module, name: str) -> griffe.Object | None:
+    """What `module.name` is; a function wins over the folder of the same name that it is imported from."""
+    member = module.members.get(name)
+    if member is None:
+        return None
+    try:
+        found = member.final_target if isinstance(member, griffe.Alias) else member
+    except griffe.AliasResolutionError:
+        return None  # from another distribution
+    if isinstance(found, griffe.Module) and name in found.members:
+        return resolve(found, name)
+    return found
+
+
+def lines(thing: griffe.Object, path: str) -> Iterator[str]:
+    """The listing of one public name and its public members."""
+    note = "  # deprecated" if deprecated(thing) else ""
+    if isinstance(thing, griffe.Module):
+        exported = [str(name) for name in thing.exports] if thing.exports is not None else None
+        for name in sorted(exported or [n for n, m in thing.members.items() if m.is_public and not m.is_alias]):
+            member = resolve(thing, name)
+            if member is not None:
+                yield from lines(member, f"{path}.{name}")
+    elif isinstance(thing, griffe.Class):
+        yield f"class {path}{signature(thing)}{note}"
+        members = {**thing.inherited_members, **thing.members}
+        for name, member in sorted(members.items()):
+            if name.startswith("_"):
+                continue
+            if isinstance(member, griffe.Alias):
+                member = member.final_target
+            set_in_init = member.labels == {"instance-attribute"} and "dataclass" not in thing.labels
+            if not isinstance(member, griffe.Module) and not set_in_init:
+                yield from lines(member, f"{path}.{name}")
+    elif isinstance(thing, griffe.Function):
+        yield f"{path}{signature(thing)}{note}"
+    else:
+        yield f"{path}{note}"
+
+
+def listing(package: str, source: Path) -> list[str]:
+    """All lines of a package, sorted; `source` is the folder that holds its modules."""
+    module = griffe.load(package.replace("-", "_"), search_paths=[source], resolve_aliases=True)
+    assert isinstance(module, griffe.Module)
+    assert module.exports is not None, f"{package} has no __all__"
+    return sorted({line for line in lines(module, module.name) if "__version__" not in line})
+
+
+def name_of(line: str) -> str:
+    """The dotted name in a line of a listing."""
+    return line.removeprefix("class ").partition("(")[0].partition("  #")[0]
+
+
+def compare(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
+    """(what has gone or changed without having been deprecated, what is new), as lines to print."""
+    old, new = ({name_of(line): line for line in side} for side in (before, after))
+    broken = []
+    for name, line in old.items():
+        owner_went = name.rpartition(".")[0] in old.keys() - new.keys()  # and is reported itself
+        if name not in new and not line.endswith("# deprecated") and not owner_went:
+            broken.append(f"- {line}")
+        elif name in new and line != new[name] and not new[name].endswith("# deprecated"):
+            broken.append(f"- {line}\n    + {new[name]}")
+    return broken, [f"+ {line}" for name, line in new.items() if name not in old]
+
+
+def last_release(package: str) -> str | None:
+    """The newest tag `<package>-v...`, or None before the first."""
+    found = subprocess.run(
+        ["git", "tag", "--list", f"{package}-v*", "--sort=-version:refname"], cwd=ROOT, capture_output=True, text=True
+    )
+    return next(iter(found.stdout.splitlines()), None)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the listings instead of comparing with them")
+    parser.add_argument("packages", nargs="*", default=packages(), help="default: all")
+    options = parser.parse_args()
+    failed = False
+    for package in options.packages:
+        fresh, path = listing(package, ROOT / "packages" / package / "src"), LISTINGS / f"{package}.txt"
+        if options.write:
+            path.write_text("\n".join(fresh) + "\n")
+            print(f"{package}: {len(fresh)} public names")
+            continue
+        broken, new = compare(path.read_text().splitlines(), fresh)
+        print(f"{package}: {len(fresh)} public names, {len(new)} new, {len(broken)} gone or changed since the listing")
+        print(*(f"  {line}" for line in (*broken, *new)), sep="\n", end="\n" if broken or new else "")
+        failed |= bool(broken)
+        tag = last_release(package)
+        if tag is not None:
+            source = f"packages/{package}/src"
+            module = package.replace("-", "_")
+            old = griffe.load_git(module, ref=tag, repo=ROOT, search_paths=[source])
+            current = griffe.load(module, search_paths=[ROOT / source])
+            for breakage in griffe.find_breaking_changes(old, current):
+                print(f"  since {tag}: {breakage.explain()}")
+    if failed:
+        sys.exit("deprecate before you remove; for a change that is meant: --write, and a fragment in changes/")
+
+
+if __name__ == "__main__":
+    main()
