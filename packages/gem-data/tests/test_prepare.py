@@ -82,7 +82,8 @@ def test_the_same_log_as_in_memory(tmp_path_factory, n, seed, part_rows, chunk, 
     assert rejects[0] == rejects[1]
     rows = np.random.default_rng(seed).integers(len(whole), size=9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gem_data.log.event_log, "LONG_RUN", -1 if runs else 10**6)  # slices, or a gather
+        for name in ("LONG_RUN", "LONG_RUN_PARTS"):
+            patch.setattr(gem_data.log.event_log, name, -1 if runs else 10**6)  # copies of runs, or a gather
         a, b = (Collator(log, max_history=5)(rows) for log in (whole, parts))
     for source in schema.source_names:
         x, y = a.sequences[source], b.sequences[source]

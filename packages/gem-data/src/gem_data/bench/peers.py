@@ -13,14 +13,13 @@ from gem_data.log.event_log import EventLog
 Array = NDArray[Any]
 
 
-def padded_collate(log: EventLog, rows: Array, max_history: int) -> dict[str, Array]:
-    """What many loaders do: one sample at a time, every history padded to the longest. ids [B, L], floats [B, L, k]."""
+def padded_collate(log: EventLog, rows: Array, max_history: int, *, whole: bool = True) -> dict[str, Array]:
+    """What many loaders do: one sample at a time, every history padded to the longest. ids [B, L], floats [B, L, k].
+
+    With `whole`, also what else is in a batch: `candidate.NAME` [B], dense [B, F], labels and label_mask [B, K].
+    """
     schema = log.schema
-    spans = []
-    for row in rows.tolist():
-        start = int(log.user_offsets[np.searchsorted(log.user_offsets, row, side="right") - 1])
-        end = int(np.searchsorted(log.time[start : row + 1], log.time[row], side="left")) + start
-        spans.append((max(start, end - max_history), end))
+    spans = [_span(log, row, max_history) for row in rows.tolist()]
     longest = max((end - start for start, end in spans), default=0)
     out: dict[str, Array] = {"length": np.array([end - start for start, end in spans], np.int64)}
     for name in ("time", *schema.sequence_ids, *schema.sequence_floats):
@@ -29,12 +28,15 @@ def padded_collate(log: EventLog, rows: Array, max_history: int) -> dict[str, Ar
         for sample, (start, end) in enumerate(spans):
             padded[sample, : end - start] = column[start:end]
         out[name] = padded
+    if whole:
+        samples = [_sample(log, row) for row in rows.tolist()]
+        out |= {name: np.stack([s[name] for s in samples]) for name in samples[0]}
     return out
 
 
-def dataset_collate(log: EventLog, rows: Array, max_history: int) -> dict[str, Any]:
+def dataset_collate(log: EventLog, rows: Array, max_history: int, *, whole: bool = True) -> dict[str, Any]:
     """What a plain `torch.utils.data.Dataset` with a padding collate does: a dict of tensors for each sample, then
-    `pad_sequence` of each column. ids [B, L], floats [B, L, k]."""
+    `pad_sequence` of each history and `stack` of the rest. Contents and `whole` as in `padded_collate`."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -42,20 +44,40 @@ def dataset_collate(log: EventLog, rows: Array, max_history: int) -> dict[str, A
     columns = {name: log.column(name) for name in names}
 
     def sample(row: int) -> dict[str, Any]:
-        start = int(log.user_offsets[np.searchsorted(log.user_offsets, row, side="right") - 1])
-        end = int(np.searchsorted(log.time[start : row + 1], log.time[row], side="left")) + start
-        return {n: torch.tensor(c[max(start, end - max_history) : end]) for n, c in columns.items()}
+        start, end = _span(log, row, max_history)
+        history = {n: torch.tensor(c[start:end]) for n, c in columns.items()}
+        return history | ({n: torch.tensor(v) for n, v in _sample(log, row).items()} if whole else {})
 
     samples = [sample(row) for row in rows.tolist()]
     out: dict[str, Any] = {n: pad_sequence([s[n] for s in samples], batch_first=True) for n in names}
-    return {"length": torch.tensor([len(s["time"]) for s in samples]), **out}
+    rest = {n: torch.stack([s[n] for s in samples]) for n in samples[0] if n not in names}
+    return {"length": torch.tensor([len(s["time"]) for s in samples]), **out, **rest}
+
+
+def _span(log: EventLog, row: int, max_history: int) -> tuple[int, int]:
+    start = int(log.user_offsets[np.searchsorted(log.user_offsets, row, side="right") - 1])
+    end = int(np.searchsorted(log.time[start : row + 1], log.time[row], side="left")) + start
+    return max(start, end - max_history), end
+
+
+def _sample(log: EventLog, row: int) -> dict[str, Array]:
+    """One sample without its history."""
+    schema = log.schema
+    found: dict[str, Array] = {f"candidate.{n}": log.column(n)[row] for n in schema.sparse}
+    dense = [np.atleast_1d(log.column(n)[row]) for n in schema.dense_columns]
+    found["dense"] = np.concatenate([*dense, log.counters[row]]).astype(np.float32)
+    positive = {t.name: bool(t.positive(log.column(t.column)[row])) for t in schema.tasks}
+    mask = [positive[t.given] if t.given else True for t in schema.tasks]
+    found["labels"] = np.array([positive[t.name] and m for t, m in zip(schema.tasks, mask, strict=True)], np.float32)
+    found["label_mask"] = np.array(mask)
+    return found
 
 
 def arrow_lists(log: EventLog) -> dict[str, pa.Array]:
     """The log as many keep it: a list of values for each user and column, zero-copy."""
     offsets = pa.array(log.user_offsets)
     names = ("time", *log.schema.sequence_ids, *log.schema.sequence_floats)
-    return {n: pa.LargeListArray.from_arrays(offsets, pa.array(log.column(n))) for n in names}
+    return {n: pa.LargeListArray.from_arrays(offsets, pa.array(log.column(n).reshape(-1))) for n in names}
 
 
 def arrow_collate(lists: dict[str, pa.Array], log: EventLog, rows: Array, max_history: int) -> dict[str, pa.Array]:

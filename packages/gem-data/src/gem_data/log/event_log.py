@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gem_data.log.derived import label_arrays
-from gem_data.log.gather import Plan, Runs, Spread, spread
+from gem_data.log.gather import Plan, Spread, spread
 from gem_data.log.manifest import (
     COUNTERS,
     EVENTS,
@@ -23,13 +23,15 @@ from gem_data.log.manifest import (
     read_manifest,
 )
 from gem_data.log.parts import Generation, Watched
+from gem_data.log.runs import Runs
 from gem_data.ragged import spans
 from gem_data.schema import TIME, Schema, unknown
 
 if TYPE_CHECKING:
     from gem_data.features.vocabulary import Vocabulary
 
-LONG_RUN = 32  # events of a history, on average, from which slices beat a gather over several parts
+# Events of a history, on average, from which copies of runs beat a gather: in one part, and in several.
+LONG_RUN, LONG_RUN_PARTS = 32, 8
 
 Array = NDArray[Any]
 
@@ -251,14 +253,22 @@ class EventLog:
 
     def events_plan(self, rows: Any, max_history: int, source: str | None = None) -> tuple[Plan | Runs, Array]:
         """As `events`, but a plan to take columns of the events with, the faster of those there are; and offsets."""
-        plain = source is None or not self.schema.sources
-        if plain and len(self.generations) == 1 and len(self._firsts) > 1:
-            history = self.history(rows, max_history)
-            if history.lengths.sum() > LONG_RUN * len(history.start):
-                events, offsets = spans(history.start, history.lengths)
-                return Runs.of(history.start, history.lengths, events, self._firsts), offsets
-        events, offsets = self.events(rows, max_history, source)
-        return self.plan(events), offsets
+        index, source = self._checked(rows, max_history, source)
+        if source is not None:  # every so many rows: no runs
+            events, offsets = self.events(index, max_history, source)
+            return self.plan(events), offsets
+        if len(self.generations) == 1:
+            history = self.history(index, max_history)
+            start, lengths = history.start, history.lengths
+        else:
+            low, high = self._segments(index, max_history, None)
+            start, lengths = low.reshape(-1), (high - low).reshape(-1)
+        long = LONG_RUN if len(self._firsts) == 1 else LONG_RUN_PARTS
+        if lengths.sum() > long * len(lengths):
+            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+            return Runs.of(start, lengths, self._firsts), offsets[:: len(self.generations)]
+        events, offsets = spans(start, lengths)
+        return self.plan(events), offsets[:: len(self.generations)]
 
     def history_lengths(self, rows: Any, max_history: int, source: str | None = None) -> NDArray[np.int64]:
         """The number of events of each row's history, [B] int64: what balance needs, without reading them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,35 +42,6 @@ class Plan:
                 where = order[begin:end]
                 pieces.append((p, where, rows[where] - firsts[p]))
         return cls(size=len(rows), pieces=pieces)
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Runs of rows [start, start + length), each in one part: copied as slices, faster than a plan if they are long."""
-
-    runs: list[tuple[int, int, int]]  # part, first and last + 1 within it
-    rows: Index
-    firsts: Index
-
-    @classmethod
-    def of(cls, start: Index, lengths: Index, rows: Index, firsts: Index) -> Runs:
-        """`rows` are the rows of all runs."""
-        some = lengths > 0
-        part = np.searchsorted(firsts, start[some], side="right") - 1
-        local = start[some] - firsts[part]
-        runs = list(zip(part.tolist(), local.tolist(), (local + lengths[some]).tolist(), strict=True))
-        return cls(runs, rows, firsts)
-
-    @cached_property
-    def rest(self) -> Plan:
-        """For columns of lists."""
-        return Plan.of(self.rows, self.firsts)
-
-    def take(self, column: Spread) -> Array:
-        """The rows of a column."""
-        if isinstance(column.arrays[0], Ragged) or not self.runs:
-            return column.take_plan(self.rest)
-        return np.concatenate([column.arrays[p][a:b] for p, a, b in self.runs])
 
 
 @dataclass(frozen=True, kw_only=True)
