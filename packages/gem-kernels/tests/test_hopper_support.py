@@ -14,7 +14,7 @@ import torch
 from gem_kernels.bench import __main__ as bench
 from gem_kernels.bench import cases, suite
 from gem_kernels.dispatch import Problem
-from gem_kernels.hopper import launch, support
+from gem_kernels.hopper import launch, launch_backward, support
 from gem_kernels.jagged_attention import jagged_attention
 
 
@@ -49,7 +49,7 @@ def test_what_it_refuses_and_why(refused: Problem, because: str) -> None:
 @pytest.mark.slow
 def test_kernels_build_for_hopper_without_a_gpu() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "0"}
-    for match in ("gdpa silu hopper forward d64 3x64-across-6", "jfa hopper backward d64 fused"):
+    for match in ("gdpa silu hopper forward d64 3x64-across-6", "jfa hopper backward d64 short-keys"):
         command = [sys.executable, "-m", "gem_kernels.compile_check", "--arch", "90", "--match", match]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -61,7 +61,7 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from gem_kernels.hopper import launch, support
+from gem_kernels.hopper import support
 
 for case in support.compile_cases("softmax"):
     if "d64" not in case.name or not re.search("3x128$|across-6|backward|dq", case.name):
@@ -85,9 +85,10 @@ def test_loops_over_tiles_carry_the_whole_record() -> None:
     assert done.stdout.splitlines() == [
         "forward d64 3x128 [5, 5, 5, 7]",  # step and four fields; the loader: step, visit and five
         "forward d64 3x64-across-6 [8, 8, 8, 7]",
-        "backward d64 fused [9, 9, 2]",  # the loaders read the record inside the loop
-        "backward d64 split [7, 7, 2]",
-        "dq d64 split [5, 5, 1]",
+        "backward d64 stream [2, 2, 2]",  # step and visit: the backward reads the record inside the loop
+        "backward d64 short-keys [1, 1]",
+        "backward d64 short-queries [1, 1]",
+        "d64 [1, 1, 1, 1, 1]",  # dQ from dS
     ]
 
 
@@ -112,6 +113,30 @@ def test_every_choice_is_a_configuration_that_is_tested() -> None:
     ):
         assert launch.choose_forward(rows_q, rows_k, softmax) in launch.FORWARD.values()
     assert launch.choose_forward(1024, 1024, True).consumers == 3
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 20, 1 << 40])
+def test_windows_of_the_workspace_hold_every_sequence_once(limit: int) -> None:
+    lengths = np.array([0, 1, 64, 65, 1000, 0, 0, 300, 127, 64])
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    plan = launch_backward.Workspace.plan(int(offsets[-1]), len(lengths), 4, 1000, 500, limit)
+    first = offsets[:-1] // 64 + np.arange(len(lengths))
+    last = first + -(-lengths // 64)
+    assert (last[:-1] <= first[1:]).all()  # no two sequences share a query block
+    assert last.max() <= plan.query_blocks
+    inside = np.array([[a <= f < b for f in first] for a, b in plan.windows])
+    assert (inside.sum(0) == 1).all()
+    for (a, _), row in zip(plan.windows, inside, strict=True):
+        assert (last[row] - a <= plan.window_blocks).all()
+    assert (len(plan.windows) == 1) == (limit == 1 << 40)
+
+
+def test_short_kernels_take_short_sequences_only() -> None:
+    keys, queries = (launch_backward.BACKWARD[name] for name in ("short-keys", "short-queries"))
+    assert keys.fits(1000, 64)
+    assert not keys.fits(64, 65)
+    assert queries.fits(64, 1000)
+    assert not queries.fits(65, 64)
 
 
 def small() -> suite.Problem:

@@ -49,7 +49,7 @@ def build(case: CompileCase, arch: int) -> str:
     source = (case.source or ASTSource)(
         fn=case.kernel, signature=dict(case.signature), constexprs=dict(case.constants), attrs=attributes
     )
-    options = {"num_warps": case.tile.warps, "num_stages": case.tile.stages}
+    options = {"num_warps": case.tile.warps, "num_stages": case.tile.stages, "maxnreg": case.tile.registers}
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = binary.asm["ptx"]
     if binary.metadata.shared > SHARED.get(arch, binary.metadata.shared):

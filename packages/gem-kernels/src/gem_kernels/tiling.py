@@ -110,6 +110,7 @@ class Tile:
     bn: int
     warps: int = 4
     stages: int = 2
+    registers: int | None = None  # of a thread at most
 
 
 def padded_dim(head_dim: int) -> int:

@@ -99,7 +99,7 @@ def _public(p: Problem, backend: str) -> Variant:
 
 def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
     """Every configuration of the Hopper kernels: forward ones with no backward and the reverse."""
-    from gem_kernels.hopper import launch
+    from gem_kernels.hopper import launch, launch_backward
 
     options: dict[str, Any] = {"act": p.act or "softmax", "out_scale": 1.0}
     scale = 1.0 / math.sqrt(DIM)
@@ -108,16 +108,19 @@ def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
     def forward(config: launch.ForwardConfig) -> Tensor:
         return launch.forward(p.q, p.k, p.v, *p.where, scale, config=config, **options)[0]
 
-    def backward(config: launch.BackwardConfig) -> tuple[Tensor, ...]:
+    def backward(config: launch_backward.BackwardConfig) -> tuple[Tensor, ...]:
         if not kept:
             kept.extend(launch.forward(p.q, p.k, p.v, *p.where, scale, **options))
         out, lse = kept
-        return launch.backward(p.dout, None, p.q, p.k, p.v, out, lse, *p.where, scale, config=config, **options)
+        return launch_backward.backward(
+            p.dout, None, p.q, p.k, p.v, out, lse, *p.where, scale, config=config, **options
+        )
 
     for name, config in launch.FORWARD.items():
         yield f"hopper {name}", Variant(functools.partial(forward, config), None)
-    for name, split in launch.BACKWARD.items():
-        yield f"hopper {name}", Variant(None, functools.partial(backward, split))
+    for name, way in launch_backward.BACKWARD.items():
+        if way.fits(p.max_q, p.max_k):
+            yield f"hopper {name}", Variant(None, functools.partial(backward, way))
 
 
 def ours(p: Problem) -> dict[str, Variant]:

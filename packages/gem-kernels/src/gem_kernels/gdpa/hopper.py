@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gem_kernels.dispatch import Problem
 from gem_kernels.gdpa import triton
-from gem_kernels.hopper import launch, support
+from gem_kernels.hopper import launch, launch_backward, support
 from gem_kernels.hopper.tiles import Tiles
 from gem_kernels.tiling import CompileCase
 
@@ -53,16 +53,16 @@ def forward(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int,
     activation: str, scale: float, out_scale: float, left: int, right: int,
-    *, config: launch.BackwardConfig | None = None,
+    *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV; `config=None` lets `launch.choose_backward` decide."""
-    config = config or launch.choose_backward()
+    """dQ, dK, dV; `config=None` lets `launch_backward.choose_backward` decide."""
+    config = config or launch_backward.choose_backward(max_q, max_k)
     if config is None:
         return triton.backward(
             dout, q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right
         )
     assert max(left, right) < 0, "applies() refuses masks"
-    return launch.backward(
+    return launch_backward.backward(
         dout, None, q, k, v, None, None, q_offsets, k_offsets, max_q, max_k, scale,
         act=activation, out_scale=out_scale, config=config,
     )  # fmt: skip

@@ -1,27 +1,23 @@
-"""The backward of jagged attention and GDPA on Hopper: one persistent, warp-specialised Gluon kernel for dK, dV and,
-fused, dQ.
+"""The backward of jagged attention and GDPA on Hopper, first of two kernels: dK and dV, and dS for `query_gradient`.
 
-Two consumer warpgroups own 64 key rows each and keep dK and dV in registers; steps of 64 query rows pass by. Scores
-are computed transposed:
+Persistent and warp-specialised: one loader warp, two consumer warpgroups that own 64 key rows each and keep dK and dV
+in registers while steps of 64 query rows pass by. Scores are computed transposed, so that P^T and dS^T are operands
+straight from registers:
 
-    S^T = K Q^T    P^T = exp2(S^T scale - LSE)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)    dV += P^T dO    dK +=
-    dS^T Q
+    S^T = K Q^T    P^T = exp2(S^T scale - LSE)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+    dV += P^T dO   dK += dS^T Q
 
-With DQ a program owns a whole (sequence, head): dQ of a step is dS K, whose two halves of columns the consumers share
-out after exchanging dS
-through shared memory. It is added into a float32 workspace by TMA: pass after pass over the same rows, by one
-program, each pass
-complete before the next begins, so that the order of the sum is fixed and two runs agree bit by bit.
-
-Workspace rows of sequence b start at q_offsets[b] + 64 b: a last step may write past its sequence's end without
-meeting the next one.
+dS^T goes out as it is, in BF16 (the precision in which it enters dK), one block of 64 keys x 64 queries after the
+other. So the backward computes five products and no more, nothing is added up in memory, and the result is the same
+bit by bit. The blocks of dS are numbered (`Workspace` of `launch_backward`): a sequence's query blocks from
+q_offsets[b] // 64 + b on, for each of them the key blocks side by side. A launch does the sequences whose first query
+block lies in a window of these numbers, so that the workspace stays as small as the caller wishes.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,31 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gem_kernels.hopper.activations import activate_with_grad
 from gem_kernels.hopper.forward import tile_count
 
-BLOCK = gl.constexpr(64)  # key rows of a consumer, and query rows of a step
-
-
-@builtin
-def async_add_shared_to_global(desc, coord, src, _semantic=None):
-    """TMA reduction: global[coord] += src. Gluon has the operation and no name for it."""
-    from triton._C.libtriton import ir
-
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+BLOCK = gl.constexpr(64)  # key rows of a consumer, query rows of a step, and both of a block of dS
 
 
 @gluon.jit
-def _all_stores_done():
-    """Wait until every TMA store and reduction of this thread is complete in memory (`store_wait` waits for the
-    reads only).
+def tile_record(tiles_ptr, t, count):
+    """(own row, own rows, other row, other rows, head, sequence, first block) of this program's t-th tile; zeros past
+    its last.
     """
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _record(tiles_ptr, t, count):
-    """(key row, key rows, query row, query rows, head, sequence) of this program's t-th tile; zeros past its last."""
     programs = gl.num_programs(0)
     column = gl.program_id(0)
     column = gl.where(t % 2 == 0, column, programs - 1 - column)
@@ -70,15 +49,15 @@ def _record(tiles_ptr, t, count):
         gl.load(p + 3, mask=inside, other=0),
         gl.load(p + 4, mask=inside, other=0),
         gl.load(p + 6, mask=inside, other=0),
+        gl.load(p + 7, mask=inside, other=0),
     )
 
 
 @gluon.jit
-def _producer(
-    inputs, buffers, barriers, D: gl.constexpr, QS: gl.constexpr,
-):  # fmt: skip
-    q_desc, k_desc, v_desc, do_desc, tiles_ptr, count_ptr = inputs
-    q_buf, do_buf, k_buf, v_buf = buffers
+def _producer(inputs, buffers, barriers, D: gl.constexpr, QS: gl.constexpr, ACT: gl.constexpr):
+    q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, window, query_blocks = inputs
+    first, last = window
+    q_buf, do_buf, k_buf, v_buf, rows_buf = buffers
     q_full, q_empty, do_full, do_empty, kv_full, kv_empty = barriers
     step = 0
     visit = 0
@@ -86,248 +65,205 @@ def _producer(
     for t in range(count):
         # Read here and not one tile ahead: Triton 3.6 forgets to carry some of these around the loop
         # (docs/notes/hopper-attention.md).
-        k_start, rows, q_start, q_len, head, _b = _record(tiles_ptr, t, count)
-        n = gl.cdiv(q_len, BLOCK)
-        column = head * D
-        for c in range(gl.cdiv(rows, 2 * BLOCK)):
-            mbarrier.wait(kv_empty, (visit & 1) ^ 1)
-            mbarrier.expect(kv_full, 4 * k_desc.block_type.nbytes)
-            row = k_start + c * (2 * BLOCK)
-            tma.async_copy_global_to_shared(k_desc, [row, column], kv_full, k_buf.index(0))
-            tma.async_copy_global_to_shared(k_desc, [row + BLOCK, column], kv_full, k_buf.index(1))
-            tma.async_copy_global_to_shared(v_desc, [row, column], kv_full, v_buf.index(0))
-            tma.async_copy_global_to_shared(v_desc, [row + BLOCK, column], kv_full, v_buf.index(1))
+        k_start, rows, q_start, q_len, head, b, _f = tile_record(tiles_ptr, t, count)
+        block = q_start // BLOCK + b
+        if (block >= first) & (block < last):
+            column = head * D
+            slot = visit % 2
+            mbarrier.wait(kv_empty.index(slot), ((visit // 2) & 1) ^ 1)
+            full = kv_full.index(slot)
+            if rows > BLOCK:
+                mbarrier.expect(full, 4 * k_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(k_desc, [k_start + BLOCK, column], full, k_buf.index(2 * slot + 1))
+                tma.async_copy_global_to_shared(v_desc, [k_start + BLOCK, column], full, v_buf.index(2 * slot + 1))
+            else:
+                mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_desc, [k_start, column], full, k_buf.index(2 * slot))
+            tma.async_copy_global_to_shared(v_desc, [k_start, column], full, v_buf.index(2 * slot))
             visit += 1
-            for i in range(n):
+            statistics = head * query_blocks + block
+            for i in range(gl.cdiv(q_len, BLOCK)):
                 s = step % QS
                 phase = (step // QS) & 1
+                row = q_start + i * BLOCK
                 mbarrier.wait(q_empty.index(s), phase ^ 1)
-                mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(q_desc, [q_start + i * BLOCK, column], q_full.index(s), q_buf.index(s))
+                if ACT == "softmax":
+                    mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
+                    at = (statistics + i) * (2 * BLOCK)
+                    tma.async_copy_global_to_shared(rows_desc, [at], q_full.index(s), rows_buf.index(2 * s))
+                    tma.async_copy_global_to_shared(rows_desc, [at + BLOCK], q_full.index(s), rows_buf.index(2 * s + 1))
+                else:
+                    mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(q_desc, [row, column], q_full.index(s), q_buf.index(s))
                 mbarrier.wait(do_empty.index(s), phase ^ 1)
                 mbarrier.expect(do_full.index(s), do_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    do_desc, [q_start + i * BLOCK, column], do_full.index(s), do_buf.index(s)
-                )
+                tma.async_copy_global_to_shared(do_desc, [row, column], do_full.index(s), do_buf.index(s))
                 step += 1
 
 
 @gluon.jit
-def _product(a, b, SL: gl.constexpr):
+def product(a, b, SL: gl.constexpr):
     """a b^T [BLOCK, BLOCK], issued and not waited for."""
     return warpgroup_mma(a, b.permute((1, 0)), gl.zeros([BLOCK, BLOCK], gl.float32, SL), use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _query_gradient(
-    W: gl.constexpr, exchange, ds_buf, k_buf, ds_full, D: gl.constexpr, HL: gl.constexpr,
-):  # fmt: skip
-    """This consumer's half of the columns of dQ of one step, issued; the result is not waited for."""
-    s = exchange % 2
-    mbarrier.wait(ds_full.index(s), (exchange // 2) & 1)
-    half: gl.constexpr = D // 2
-    dq = gl.zeros([BLOCK, half], gl.float32, HL)
-    dq = warpgroup_mma(
-        ds_buf.index(2 * s).permute((1, 0)), k_buf.index(0).slice(W * half, half, 1), dq, use_acc=False, is_async=True
-    )
-    return warpgroup_mma(
-        ds_buf.index(2 * s + 1).permute((1, 0)), k_buf.index(1).slice(W * half, half, 1), dq, is_async=True
-    )
-
-
-@gluon.jit
-def _add(dq, first, stage, dq_desc, row, column):
-    tma.store_wait(0)
-    stage.store(dq)
-    fence_async_shared()
-    if first:
-        tma.async_copy_shared_to_global(dq_desc, [row, column], stage)
+def put(acc, desc, ptr, stride, stage, row, column, rows, D: gl.constexpr, AL: gl.constexpr):
+    """A whole block goes out by TMA from `stage`, a sequence's last block by masked stores: its other rows are the next
+    sequence's.
+    """
+    x = acc.to(ptr.dtype.element_ty)
+    if rows >= BLOCK:
+        stage.store(x)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [row, column], stage)
     else:
-        async_add_shared_to_global(dq_desc, [row, column], stage)
-
-
-@gluon.jit
-def _row_statistics(lse_ptr, delta_ptr, base, first, q_len, RL: gl.constexpr):
-    """LSE and delta of a step's query rows; a row past the end gets LSE = inf, that is weight 0."""
-    r = first + gl.arange(0, BLOCK, RL)
-    lse = gl.load(lse_ptr + base + r, mask=r < q_len, other=float("inf"))
-    delta = gl.load(delta_ptr + base + r, mask=r < q_len, other=0.0)
-    return lse, delta
-
-
-@gluon.jit
-def _put(acc, ptr, stride, row, column, rows, D: gl.constexpr, AL: gl.constexpr):
-    r = gl.arange(0, BLOCK, gl.SliceLayout(1, AL))
-    c = gl.arange(0, D, gl.SliceLayout(0, AL))
-    base = ptr + row.to(gl.int64) * stride + column
-    gl.store(base + (r * stride)[:, None] + c[None, :], acc.to(ptr.dtype.element_ty), mask=(r < rows)[:, None])
+        r = gl.arange(0, BLOCK, gl.SliceLayout(1, AL))
+        c = gl.arange(0, D, gl.SliceLayout(0, AL))
+        base = ptr + row.to(gl.int64) * stride + column
+        gl.store(base + (r * stride)[:, None] + c[None, :], x, mask=(r < rows)[:, None])
 
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, grads, problem, buffers, private, barriers,
-    D: gl.constexpr, QS: gl.constexpr, ACT: gl.constexpr, DQ: gl.constexpr,
+    W: gl.constexpr, outputs, problem, buffers, ds_buf, barriers,
+    D: gl.constexpr, QS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    dq_desc, dk_ptr, dv_ptr, dk_stride, dv_stride = grads
-    lse_ptr, delta_ptr, total_q, tiles_ptr, count_ptr, scale, v_scale, k_scale = problem
-    q_buf, do_buf, k_buf, v_buf = buffers
-    ds_buf, dq_buf, rows_buf, ds_full, ds_empty = private
+    ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride = outputs
+    tiles_ptr, count_ptr, scale, v_scale, k_scale, window, window_blocks, key_blocks = problem
+    first, last = window
+    q_buf, do_buf, k_buf, v_buf, rows_buf = buffers
     q_full, q_empty, do_full, do_empty, kv_full, kv_empty = barriers
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    HL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
-    RL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = dk_ptr.dtype.element_ty
     step = 0
     visit = 0
-    exchange = 0
-    k = k_buf.index(W)
-    v = v_buf.index(W)
     count = tile_count(count_ptr)
-    k_start, rows, q_start, q_len, head, b = _record(tiles_ptr, 0, count)
     for t in range(count):
-        k_start1, rows1, q_start1, q_len1, head1, b1 = _record(tiles_ptr, t + 1, count)
-        n = gl.cdiv(q_len, BLOCK)
-        column = head * D + W * (D // 2)
-        if ACT == "softmax":
-            base = head.to(gl.int64) * total_q + q_start
-            lse, delta = _row_statistics(lse_ptr, delta_ptr, base, 0, q_len, RL)
-        for c in range(gl.cdiv(rows, 2 * BLOCK)):
-            mine = rows - (2 * c + W) * BLOCK
-            mbarrier.wait(kv_full, visit & 1)
-            visit += 1
-            dk = gl.zeros([BLOCK, D], gl.float32, AL)
-            dv = gl.zeros([BLOCK, D], gl.float32, AL)
-            row = q_start + b * BLOCK  # of the workspace
-            for i in range(n):
-                s = step % QS
-                phase = (step // QS) & 1
-                if ACT == "softmax":
-                    rows_buf.index(2 * W).store(lse)
-                    rows_buf.index(2 * W + 1).store(delta)
-                    after = gl.where(i + 1 < n, i + 1, 0)
-                    lse, delta = _row_statistics(lse_ptr, delta_ptr, base, after * BLOCK, q_len, RL)
-                mbarrier.wait(q_full.index(s), phase)
-                S = _product(k, q_buf.index(s), SL)
-                mbarrier.wait(do_full.index(s), phase)
-                dP = _product(v, do_buf.index(s), SL)
-                S = warpgroup_mma_wait(1, deps=(S,))
-                if ACT == "softmax":
-                    p = gl.exp2(S * scale - rows_buf.index(2 * W).load(gl.SliceLayout(0, SL))[None, :])
-                    P = gl.convert_layout(p.to(dtype), PL)
-                    dP = warpgroup_mma_wait(0, deps=(dP,))
-                    ds = p * (dP - rows_buf.index(2 * W + 1).load(gl.SliceLayout(0, SL))[None, :])
-                else:
-                    qi = i * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, SL))
-                    p, slope = activate_with_grad(S * scale, ACT)
-                    p = gl.where((qi < q_len)[None, :], p, 0.0)
-                    P = gl.convert_layout(p.to(dtype), PL)
-                    dP = warpgroup_mma_wait(0, deps=(dP,))
-                    ds = gl.where((qi < q_len)[None, :], slope * dP, 0.0)
-                if DQ:
-                    ki = gl.arange(0, BLOCK, gl.SliceLayout(1, SL))
-                    ds = gl.where((ki < mine)[:, None], ds, 0.0)
-                dsb = ds.to(dtype)
-                dv_flying = warpgroup_mma(P, do_buf.index(s), dv, is_async=True)
-                dS = gl.convert_layout(dsb, PL)
-                dk_flying = warpgroup_mma(dS, q_buf.index(s), dk, is_async=True)
-                if DQ:
-                    e = exchange % 2
-                    mbarrier.wait(ds_empty.index(e), ((exchange // 2) & 1) ^ 1)
-                    ds_buf.index(2 * e + W).store(dsb)
-                    fence_async_shared()
-                    mbarrier.arrive(ds_full.index(e), count=1)
-                    exchange += 1
-                    if i > 0:
-                        # dQ of the step before: the other consumer's dS has had a step's time to arrive.
-                        dq = _query_gradient(W, exchange - 2, ds_buf, k_buf, ds_full, D, HL)
-                        dv, dk, _p, _s = warpgroup_mma_wait(2, deps=(dv_flying, dk_flying, P, dS))
-                        mbarrier.arrive(q_empty.index(s), count=1)
-                        mbarrier.arrive(do_empty.index(s), count=1)
-                        dq = warpgroup_mma_wait(0, deps=(dq,))
-                        mbarrier.arrive(ds_empty.index((exchange - 2) % 2), count=1)
-                        _add(dq, c == 0, dq_buf.index(W), dq_desc, row + (i - 1) * BLOCK, column)
+        k_start, rows, q_start, q_len, head, b, first_block = tile_record(tiles_ptr, t, count)
+        block = q_start // BLOCK + b
+        if (block >= first) & (block < last):
+            n = gl.cdiv(q_len, BLOCK)
+            mine = rows - W * BLOCK
+            slot = visit % 2
+            mbarrier.wait(kv_full.index(slot), (visit // 2) & 1)
+            if mine > 0:
+                k = k_buf.index(2 * slot + W)
+                v = v_buf.index(2 * slot + W)
+                dk = gl.zeros([BLOCK, D], gl.float32, AL)
+                dv = gl.zeros([BLOCK, D], gl.float32, AL)
+                ds_row = ((head * window_blocks + block - first) * key_blocks + first_block + W) * BLOCK
+                for i in range(n):
+                    s = step % QS
+                    phase = (step // QS) & 1
+                    mbarrier.wait(q_full.index(s), phase)
+                    S = product(k, q_buf.index(s), SL)
+                    mbarrier.wait(do_full.index(s), phase)
+                    dP = product(v, do_buf.index(s), SL)
+                    S = warpgroup_mma_wait(1, deps=(S,))
+                    if ACT == "softmax":
+                        p = gl.exp2(S * scale - rows_buf.index(2 * s).load(gl.SliceLayout(0, SL))[None, :])
                     else:
-                        dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv_flying, dk_flying, P, dS))
-                        mbarrier.arrive(q_empty.index(s), count=1)
-                        mbarrier.arrive(do_empty.index(s), count=1)
-                else:
+                        inside = (i * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, SL)) < q_len)[None, :]
+                        p, slope = activate_with_grad(S * scale, ACT)
+                        p = gl.where(inside, p, 0.0)
+                        slope = gl.where(inside, slope, 0.0)
+                    P = gl.convert_layout(p.to(dtype), PL)
+                    dv_flying = warpgroup_mma(P, do_buf.index(s), dv, is_async=True)
+                    dP = warpgroup_mma_wait(1, deps=(dP,))
+                    if ACT == "softmax":
+                        ds = p * (dP - rows_buf.index(2 * s + 1).load(gl.SliceLayout(0, SL))[None, :])
+                    else:
+                        ds = slope * dP
+                    if mine < BLOCK:
+                        ds = gl.where((gl.arange(0, BLOCK, gl.SliceLayout(1, SL)) < mine)[:, None], ds, 0.0)
+                    dsb = ds.to(dtype)
+                    dS = gl.convert_layout(dsb, PL)
+                    dk_flying = warpgroup_mma(dS, q_buf.index(s), dk, is_async=True)
+                    # dS goes out while the products run. Before the first one, what the tile before left in its K and V
+                    # has gone out, too: they may be loaded anew.
+                    if i == 0:
+                        tma.store_wait(0)
+                        mbarrier.arrive(kv_empty.index(1 - slot), count=1, pred=visit > 0)
+                    else:
+                        tma.store_wait(1)
+                    out = ds_buf.index(2 * W + step % 2)
+                    out.store(dsb)
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(ds_desc, [ds_row + i * key_blocks * BLOCK, 0], out)
                     dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv_flying, dk_flying, P, dS))
                     mbarrier.arrive(q_empty.index(s), count=1)
                     mbarrier.arrive(do_empty.index(s), count=1)
-                step += 1
-            if DQ:  # noqa: SIM102 (decided at compile time; n is not)
-                if n > 0:
-                    dq = _query_gradient(W, exchange - 1, ds_buf, k_buf, ds_full, D, HL)
-                    dq = warpgroup_mma_wait(0, deps=(dq,))
-                    mbarrier.arrive(ds_empty.index((exchange - 1) % 2), count=1)
-                    _add(dq, c == 0, dq_buf.index(W), dq_desc, row + (n - 1) * BLOCK, column)
-            mbarrier.arrive(kv_empty, count=1)
-            k_row = k_start + (2 * c + W) * BLOCK
-            if mine > 0:
-                _put(dv * v_scale, dv_ptr, dv_stride, k_row, head * D, mine, D, AL)
-                _put(dk * k_scale, dk_ptr, dk_stride, k_row, head * D, mine, D, AL)
-            if DQ:
-                _all_stores_done()
-        k_start, rows, q_start, q_len, head, b = k_start1, rows1, q_start1, q_len1, head1, b1
-    if DQ:
-        _all_stores_done()
+                    step += 1
+                if n == 0:
+                    tma.store_wait(0)
+                    mbarrier.arrive(kv_empty.index(1 - slot), count=1, pred=visit > 0)
+                k_row = k_start + W * BLOCK
+                put(dv * v_scale, dv_desc, dv_ptr, stride, v, k_row, head * D, mine, D, AL)
+                put(dk * k_scale, dk_desc, dk_ptr, stride, k, k_row, head * D, mine, D, AL)
+            else:
+                tma.store_wait(0)
+                mbarrier.arrive(kv_empty.index(1 - slot), count=1, pred=visit > 0)
+                for _ in range(n):
+                    s = step % QS
+                    phase = (step // QS) & 1
+                    mbarrier.wait(q_full.index(s), phase)
+                    mbarrier.arrive(q_empty.index(s), count=1)
+                    mbarrier.wait(do_full.index(s), phase)
+                    mbarrier.arrive(do_empty.index(s), count=1)
+                    step += 1
+            visit += 1
+    tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["total_q"])
+@gluon.jit(do_not_specialize=["first", "last", "query_blocks", "window_blocks", "key_blocks"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_ptr, dv_ptr, dk_stride, dv_stride, lse_ptr, delta_ptr, total_q,
-    tiles_ptr, count_ptr, scale, v_scale, k_scale,
-    D: gl.constexpr, QS: gl.constexpr, ACT: gl.constexpr, DQ: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, rows_desc, ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride,
+    tiles_ptr, count_ptr, first, last, query_blocks, window_blocks, key_blocks, scale, v_scale, k_scale,
+    D: gl.constexpr, QS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """dV = v_scale P^T dO, dK = k_scale dS^T Q and, with DQ, the workspace += dS K. For softmax `scale` holds
-    log2(e) as a factor.
+    """dV = v_scale P^T dO, dK = k_scale dS^T Q, and dS. For softmax `scale` holds log2(e) as a factor.
+
+    rows: LSE in base 2 and delta of every query block of every head, [H, query_blocks, 2, 64] float32. `first`, `last`:
+    the window of query block numbers; the workspace holds `window_blocks` of them for every head, `key_blocks` blocks
+    of dS each.
     """
     dtype: gl.constexpr = dk_ptr.dtype.element_ty
     q_buf = gl.allocate_shared_memory(dtype, [QS, BLOCK, D], q_desc.layout)
     do_buf = gl.allocate_shared_memory(dtype, [QS, BLOCK, D], q_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [2, BLOCK, D], k_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [2, BLOCK, D], k_desc.layout)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], dtype)
-    if DQ:
-        ds_buf = gl.allocate_shared_memory(dtype, [4, BLOCK, BLOCK], SHARED)
-        dq_buf = gl.allocate_shared_memory(gl.float32, [2, BLOCK, D // 2], dq_desc.layout)
-    else:
-        ds_buf = q_buf
-        dq_buf = q_buf
-    rows_buf = gl.allocate_shared_memory(gl.float32, [4, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_buf = gl.allocate_shared_memory(dtype, [4, BLOCK, D], k_desc.layout)
+    v_buf = gl.allocate_shared_memory(dtype, [4, BLOCK, D], k_desc.layout)
+    ds_buf = gl.allocate_shared_memory(dtype, [4, BLOCK, BLOCK], ds_desc.layout)
+    rows_buf = gl.allocate_shared_memory(gl.float32, [2 * QS, BLOCK], rows_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
     do_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(QS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=2)
     for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=2)
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=2)
-    buffers = (q_buf, do_buf, k_buf, v_buf)
-    private = (ds_buf, dq_buf, rows_buf, ds_full, ds_empty)
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(kv_empty.index(i), count=2)
+    window = (first, last)
+    buffers = (q_buf, do_buf, k_buf, v_buf, rows_buf)
     barriers = (q_full, q_empty, do_full, do_empty, kv_full, kv_empty)
-    grads = (dq_desc, dk_ptr, dv_ptr, dk_stride, dv_stride)
-    problem = (lse_ptr, delta_ptr, total_q, tiles_ptr, count_ptr, scale, v_scale, k_scale)
-    inputs = (q_desc, k_desc, v_desc, do_desc, tiles_ptr, count_ptr)
+    outputs = (ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride)
+    problem = (tiles_ptr, count_ptr, scale, v_scale, k_scale, window, window_blocks, key_blocks)
+    inputs = (q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, window, query_blocks)
     gl.warp_specialize(
         [
-            (_consumer, (0, grads, problem, buffers, private, barriers, D, QS, ACT, DQ)),
-            (_consumer, (1, grads, problem, buffers, private, barriers, D, QS, ACT, DQ)),
-            (_producer, (inputs, buffers, barriers, D, QS)),
+            (_consumer, (0, outputs, problem, buffers, ds_buf, barriers, D, QS, ACT)),
+            (_consumer, (1, outputs, problem, buffers, ds_buf, barriers, D, QS, ACT)),
+            (_producer, (inputs, buffers, barriers, D, QS, ACT)),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )

@@ -1,5 +1,5 @@
-"""Host side of the Hopper kernels: configurations, the choice among them, descriptors and launches. Nothing here
-waits for the device.
+"""Host side of the Hopper forward: configurations, the choice among them, descriptors and launches;
+`launch_backward` is the backward's. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gem_kernels.hopper import tiles as tile_lists
-from gem_kernels.hopper.backward import backward_kernel
 from gem_kernels.hopper.forward import forward_kernel
-from gem_kernels.hopper.pre_post import finish_query_gradient, row_statistics
-from gem_kernels.hopper.query_gradient import query_gradient_kernel
 from gem_kernels.hopper.tiles import Tiles
 from gem_kernels.schedule import TileShape
 
@@ -61,28 +57,6 @@ class ForwardConfig:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class BackwardConfig:
-    """fused: dQ together with dK and dV, a program for each (sequence, head); else dQ by its own kernel (`dq_*` as
-    in `ForwardConfig`).
-    """
-
-    fused: bool
-    dq_consumers: int = 2
-    dq_step: int = 128
-    dq_stages: int = 2
-    dq_slots: int = 1
-
-    def dq_constants(self, dim: int, act: str) -> dict[str, Any]:
-        """The compile-time arguments of `query_gradient_kernel`."""
-        wide = self.dq_consumers == 3
-        return {
-            "BN": self.dq_step, "D": dim, "NC": self.dq_consumers, "KS": self.dq_stages, "QS": self.dq_slots,
-            "ACT": act,
-            "REGS": 160 if wide else 240, "LOADER_REGS": 32 if wide else 24,
-        }  # fmt: skip
-
-
 FORWARD = {
     "3x128": ForwardConfig(consumers=3, step=128, stages=2, pipeline="plain"),
     "3x128-prefetch": ForwardConfig(consumers=3, step=128, stages=2, pipeline="plain", prefetch=512),
@@ -92,11 +66,6 @@ FORWARD = {
     "3x64-across-6": ForwardConfig(consumers=3, step=64, stages=4, pipeline="across", groups=6),
     "2x64-across-8": ForwardConfig(consumers=2, step=64, stages=4, pipeline="across", groups=8),
 }
-BACKWARD = {
-    "fused": BackwardConfig(fused=True),
-    "split": BackwardConfig(fused=False),
-}
-WHOLE = 1 << 16  # row groups of a tile that is a whole (sequence, head)
 
 
 def choose_forward(rows_q: float, rows_k: float, softmax: bool) -> ForwardConfig:
@@ -108,18 +77,13 @@ def choose_forward(rows_q: float, rows_k: float, softmax: bool) -> ForwardConfig
     return FORWARD["3x128"]
 
 
-def choose_backward() -> BackwardConfig | None:
-    """None: the portable Triton kernels, until these have passed on a card since their last change (same notes)."""
-    return None
-
-
 @functools.cache
 def programs(device: torch.device) -> int:
     """Programs of a persistent launch: one for each SM."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _on_its_device(run: Run) -> Run:
+def on_its_device(run: Run) -> Run:
     """Launch where the first argument lies: Triton launches on the current device."""
 
     @functools.wraps(run)
@@ -144,7 +108,7 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]], layout)
 
 
-@_on_its_device
+@on_its_device
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale:
         float, *,
@@ -176,69 +140,3 @@ def forward(
         **config.constants(dim, group=heads // k.shape[1], act=act), num_warps=4,
     )  # fmt: skip
     return out, lse
-
-
-@_on_its_device
-def backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
-    q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale: float, *,
-    act: str, out_scale: float, config: BackwardConfig,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV in the shapes of q, k, v (contiguous). `out` and `lse` are needed for softmax only."""
-    if q_offsets is None:  # learned queries: as if every sequence had its own, then summed in a fixed order
-        batch, length = k_offsets.shape[0] - 1, q.shape[0]
-        own = torch.arange(batch + 1, device=q.device) * length
-        dq, dk, dv = backward(
-            dout, dlse, q.repeat(batch, 1, 1), k, v, out, lse, own, k_offsets, max_q, max_k, scale,
-            act=act, out_scale=out_scale, config=config,
-        )  # fmt: skip
-        return dq.view(batch, *q.shape).sum(0, dtype=torch.float32).to(q.dtype), dk, dv
-    heads, dim = q.shape[1:]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if q.shape[0] == 0 or k.shape[0] == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    q, k, v, dout = flat(q), flat(k), flat(v), flat(dout)
-    softmax = act == "softmax"
-    batch, total = q_offsets.shape[0] - 1, q.shape[0]
-    lse2, delta = _statistics(dout, dlse, out, lse) if softmax else (torch.empty(1, device=q.device),) * 2
-    inner = scale * LOG2E if softmax else scale
-    shape = TileShape(block=64, consumers=2 * (WHOLE if config.fused else 1), step=64)
-    tiles = tile_lists.build(k_offsets, q_offsets, k.shape[0], heads, shape)
-    rows = total + 64 * batch if config.fused else 64  # without fusion the workspace is never touched
-    work = torch.empty(rows, heads * dim, dtype=torch.float32, device=q.device)
-    layout = gl.NVMMASharedLayout.get_default_for([64, dim // 2], gl.float32)
-    backward_kernel[(programs(q.device),)](
-        descriptor(q, 64), descriptor(k, 64), descriptor(v, 64), descriptor(dout, 64),
-        TensorDescriptor(work, list(work.shape), [heads * dim, 1], [64, dim // 2], layout),
-        dk, dv, dk.stride(0), dv.stride(0), lse2, delta, total, tiles.table, tiles.count,
-        inner, out_scale, scale * out_scale, D=dim, QS=2, ACT=act, DQ=config.fused, num_warps=4,
-    )  # fmt: skip
-    if config.fused:
-        finish_query_gradient[(triton.cdiv(max_q, 8), batch)](
-            work, dq, q_offsets, k_offsets, scale * out_scale,
-            HD=heads * dim, PAD=64, ROWS=8, COLS=triton.next_power_of_2(heads * dim), num_warps=4,
-        )  # fmt: skip
-        return dq, dk, dv
-    shape = TileShape(consumers=config.dq_consumers, step=config.dq_step)
-    tiles = tile_lists.build(q_offsets, k_offsets, total, heads, shape)
-    query_gradient_kernel[(programs(q.device),)](
-        descriptor(q, 64), descriptor(k, config.dq_step), descriptor(v, config.dq_step), descriptor(dout, 64),
-        dq, dq.stride(0), lse2, delta, total, tiles.table, tiles.count, inner, scale * out_scale,
-        **config.dq_constants(dim, act), num_warps=4,
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-def _statistics(dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """LSE in base 2 and delta = rowsum(O dO) - dLSE, both [H, Tq] float32."""
-    assert out is not None
-    assert lse is not None
-    total, heads, dim = out.shape
-    out = flat(out)
-    lse2 = torch.empty(heads, total, dtype=torch.float32, device=out.device)
-    delta = torch.empty_like(lse2)
-    row_statistics[(triton.cdiv(total * heads, 64),)](
-        out, dout, lse.contiguous(), dlse.contiguous() if dlse is not None else lse, lse2, delta, total,
-        out.stride(0), dout.stride(0), dim, H=heads, D=dim, HAS_DLSE=dlse is not None, ROWS=64, num_warps=4,
-    )  # fmt: skip
-    return lse2, delta

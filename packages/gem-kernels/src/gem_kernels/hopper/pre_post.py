@@ -1,6 +1,4 @@
-"""The two memory-bound kernels around the Hopper backward: row statistics before it, the workspace's way to dQ
-after it.
-"""
+"""The small memory-bound kernels around the Hopper backward."""
 
 from __future__ import annotations
 
@@ -8,46 +6,49 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["query_blocks"])
 def row_statistics(
-    out, dout, lse, dlse, lse2, delta, total, o_stride, do_stride, do_head,
-    H: tl.constexpr, D: tl.constexpr, HAS_DLSE: tl.constexpr, ROWS: tl.constexpr,
+    out, dout, lse, dlse, rows, q_offsets, query_blocks, o_stride, do_stride,
+    H: tl.constexpr, D: tl.constexpr, HAS_OUT: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(O dO) - dLSE and LSE in base 2, both [H, T] float32. `out` is [T, H, D] with its heads side by
-    side.
-    """
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = (r // H).to(tl.int64)
-    head = r % H
-    inside = row < total
-    d = tl.arange(0, D)
-    o = tl.load(out + (row * o_stride + head * D)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-    do = tl.load(dout + (row * do_stride + head * do_head)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-    s = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if HAS_DLSE:
-        s -= tl.load(dlse + row * H + head, mask=inside, other=0.0)
-    at = head.to(tl.int64) * total + row
-    tl.store(delta + at, s, mask=inside)
-    tl.store(lse2 + at, tl.load(lse + row * H + head, mask=inside, other=0.0) * 1.4426950408889634, mask=inside)
-
-
-@triton.jit
-def finish_query_gradient(
-    work, dq, q_offsets, k_offsets, q_scale,
-    HD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """dQ = q_scale * workspace; 0 for sequences without keys. Sequence b's workspace begins at row q_offsets[b] +
-    PAD * b.
+    """LSE in base 2 and delta = rowsum(O dO) - dLSE (without `out`: -dLSE) of every block of 64 queries, [H,
+    query_blocks, 2, 64] float32. The blocks of sequence b are numbered from q_offsets[b] // 64 + b on; rows past its
+    end get LSE = inf, that is weight 0.
     """
     b = tl.program_id(1)
     start = tl.load(q_offsets + b).to(tl.int64)
     length = tl.load(q_offsets + b + 1).to(tl.int64) - start
-    first = tl.program_id(0) * ROWS
-    if first >= length:
+    block = tl.program_id(0)
+    if block * 64 >= length:
         return
-    keys = tl.load(k_offsets + b + 1) - tl.load(k_offsets + b)
-    r = first + tl.arange(0, ROWS)
+    lane = tl.arange(0, 64)
+    inside = block * 64 + lane < length
+    row = start + block * 64 + lane
+    d = tl.arange(0, D)
+    for h in range(H):
+        s = tl.zeros([64], tl.float32)
+        if HAS_OUT:
+            o = tl.load(out + (row * o_stride + h * D)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+            do = tl.load(dout + (row * do_stride + h * D)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+            s = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        if HAS_DLSE:
+            s -= tl.load(dlse + row * H + h, mask=inside, other=0.0)
+        lse2 = tl.load(lse + row * H + h, mask=inside, other=float("inf")) * 1.4426950408889634
+        at = rows + ((h * query_blocks + start // 64 + b + block) * 128).to(tl.int64) + lane
+        tl.store(at, lse2)
+        tl.store(at + 64, s)
+
+
+@triton.jit
+def clear_without_keys(dq, q_offsets, k_offsets, HD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr):
+    """dQ [Tq, HD] = 0 for sequences without keys."""
+    b = tl.program_id(0)
+    if tl.load(k_offsets + b + 1) > tl.load(k_offsets + b):
+        return
+    start = tl.load(q_offsets + b).to(tl.int64)
+    length = tl.load(q_offsets + b + 1).to(tl.int64) - start
     c = tl.arange(0, COLS)
-    mask = (r < length)[:, None] & (c < HD)[None, :]
-    x = tl.load(work + (start + PAD * b + r)[:, None] * HD + c[None, :], mask=mask & (keys > 0), other=0.0)
-    tl.store(dq + (start + r)[:, None] * HD + c[None, :], (x * q_scale).to(dq.dtype.element_ty), mask=mask)
+    for first in range(0, length, ROWS):
+        r = first + tl.arange(0, ROWS)
+        at = dq + (start + r)[:, None] * HD + c[None, :]
+        tl.store(at, tl.zeros([ROWS, COLS], dq.dtype.element_ty), mask=(r < length)[:, None] & (c < HD)[None, :])

@@ -40,7 +40,15 @@ def _descriptor(rows: int, columns: int, dtype: str = "bf16") -> str:
     return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
 
 
-def _case(name: str, kernel: Any, descriptors: dict[str, str], constants: dict[str, Any]) -> CompileCase:
+def _statistics() -> str:
+    from triton.experimental.gluon import language as gl
+
+    return f"tensordesc<fp32[64],{gl.NVMMASharedLayout.get_default_for([64], gl.float32)!r}>"
+
+
+def _case(
+    name: str, kernel: Any, descriptors: dict[str, str], constants: dict[str, Any], registers: int | None = None
+) -> CompileCase:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     floats = ("lse_ptr", "delta_ptr")
@@ -63,14 +71,14 @@ def _case(name: str, kernel: Any, descriptors: dict[str, str], constants: dict[s
             types[argument] = "fp32" if argument.endswith("scale") else "i32"
     source: Callable[..., Any] = GluonASTSource
     return CompileCase(
-        name=name, kernel=kernel, signature=types, constants=constants, tile=Tile(bm=64, bn=128, warps=4),
-        divisible=tuple(divisible), arch=(90,), source=source,
+        name=name, kernel=kernel, signature=types, constants=constants,
+        tile=Tile(bm=64, bn=128, warps=4, registers=registers), divisible=tuple(divisible), arch=(90,), source=source,
     )  # fmt: skip
 
 
 def compile_cases(act: str) -> list[CompileCase]:
     """Every configuration that `launch` picks, for one activation ("softmax" for jagged attention)."""
-    from gem_kernels.hopper import launch
+    from gem_kernels.hopper import launch, launch_backward
 
     op = "jfa" if act == "softmax" else f"gdpa {act}"
     cases = []
@@ -83,17 +91,18 @@ def compile_cases(act: str) -> list[CompileCase]:
                 {"q_desc": row, "k_desc": step, "v_desc": step, "o_desc": row},
                 config.constants(dim, group=1, act=act),
             ))  # fmt: skip
-        for name, split in launch.BACKWARD.items():
-            rows = dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), row)
+        rows, block = _descriptor(64, dim), _descriptor(64, 64)
+        loads = {**dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), rows), "rows_desc": _statistics()}
+        stores = dict.fromkeys(("dq_desc", "dk_desc", "dv_desc"), rows)
+        for name, way in launch_backward.BACKWARD.items():
+            kernel = launch_backward.backward_kernel if way.own is None else launch_backward.short_backward_kernel
             cases.append(_case(
-                f"{op} hopper backward d{dim} {name}", launch.backward_kernel,
-                {**rows, "dq_desc": _descriptor(64, dim // 2, "fp32")},
-                {"D": dim, "QS": 2, "ACT": act, "DQ": split.fused},
+                f"{op} hopper backward d{dim} {name}", kernel, {**loads, **stores, "ds_desc": block},
+                way.constants(dim, act), registers=None if way.own is None else 128,
             ))  # fmt: skip
-            if not split.fused:
-                step = _descriptor(split.dq_step, dim)
-                cases.append(_case(
-                    f"{op} hopper dq d{dim} {name}", launch.query_gradient_kernel,
-                    {**rows, "k_desc": step, "v_desc": step}, split.dq_constants(dim, act),
-                ))  # fmt: skip
+        if act == "softmax":  # the same kernel for every activation
+            cases.append(_case(
+                f"hopper dq d{dim}", launch_backward.query_gradient_kernel,
+                {**stores, "k_desc": rows, "ds_desc": block}, {"D": dim, **launch_backward.QUERY_GRADIENT},
+            ))  # fmt: skip
     return cases

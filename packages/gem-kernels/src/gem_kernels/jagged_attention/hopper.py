@@ -2,7 +2,7 @@
 
 Rows past a sequence's end are the next sequence's: they are read, and weighted by 0, which does not keep an infinity or
 a NaN out.
-There are Hopper kernels for the backward too; `launch.choose_backward` says whether they or the portable ones run.
+`launch_backward.choose_backward` says whether the Hopper backward or the portable one runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels.dispatch import Problem
-from gem_kernels.hopper import launch, support
+from gem_kernels.hopper import launch, launch_backward, support
 from gem_kernels.hopper.tiles import Tiles
 from gem_kernels.jagged_attention import triton
 from gem_kernels.tiling import CompileCase
@@ -58,10 +58,10 @@ def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     q_offsets: Tensor | None, k_offsets: Tensor, bias: Tensor | None, bias_grad: bool,
     max_q: int, max_k: int, scale: float, left: int, right: int,
-    *, config: launch.BackwardConfig | None = None,
+    *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV and an empty bias gradient; `config=None` lets `launch.choose_backward` decide."""
-    config = config or launch.choose_backward()
+    """dQ, dK, dV and an empty bias gradient; `config=None` lets `launch_backward.choose_backward` decide."""
+    config = config or launch_backward.choose_backward(max_q, max_k)
     if config is None:
         return triton.backward(
             dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, bias, bias_grad, max_q, max_k, scale, left, right
@@ -70,7 +70,7 @@ def backward(
     assert not bias_grad
     assert max(left, right) < 0, "applies() refuses masks"
     q, scale, sign = _positive(q, scale)
-    dq, dk, dv = launch.backward(
+    dq, dk, dv = launch_backward.backward(
         dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, max_q, max_k, scale,
         act="softmax", out_scale=1.0, config=config,
     )  # fmt: skip

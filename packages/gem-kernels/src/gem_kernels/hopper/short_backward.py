@@ -1,0 +1,221 @@
+"""The whole backward of jagged attention and GDPA on Hopper in one kernel, where queries or keys fit in 64 rows.
+
+Such problems are bound by memory: a program keeps the pair that is short (`OWN`: K and V, or Q and dO) in shared
+memory, the other pair passes by once, and all three products of a step are complete or stay in registers:
+
+    S^T = K Q^T    P^T = exp2(S^T scale - LSE)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+    dV (+)= P^T dO    dK (+)= dS^T Q    dQ (+)= dS K
+
+With OWN = "keys" a step sees all keys of its queries, so it makes delta = rowsum(P dP) itself and O is never read. One
+consumer warpgroup and one loader warp; two programs share an SM, so that one's latencies are filled by the other.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gem_kernels.hopper.activations import activate_with_grad
+from gem_kernels.hopper.backward import BLOCK, product, put, tile_record
+from gem_kernels.hopper.forward import tile_count
+
+
+@gluon.jit
+def _load_rows(rows_desc, block, barrier, rows_buf, at):
+    """LSE and delta of one query block."""
+    tma.async_copy_global_to_shared(rows_desc, [block * (2 * BLOCK)], barrier, rows_buf.index(at))
+    tma.async_copy_global_to_shared(rows_desc, [block * (2 * BLOCK) + BLOCK], barrier, rows_buf.index(at + 1))
+
+
+@gluon.jit
+def _producer(inputs, buffers, barriers, D: gl.constexpr, MS: gl.constexpr, OWN: gl.constexpr, ACT: gl.constexpr):
+    q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, query_blocks = inputs
+    own_buf, first_buf, second_buf, rows_buf = buffers
+    own_full, own_empty, full, empty = barriers
+    statistics: gl.constexpr = 2 * rows_desc.block_type.nbytes if ACT == "softmax" else 0
+    pair: gl.constexpr = 2 * q_desc.block_type.nbytes
+    step = 0
+    count = tile_count(count_ptr)
+    for t in range(count):
+        # Read here and not one tile ahead: see backward.py.
+        k_start, k_len, q_start, q_len, head, b, _f = tile_record(tiles_ptr, t, count)
+        column = head * D
+        block = head * query_blocks + q_start // BLOCK + b
+        mbarrier.wait(own_empty, (t & 1) ^ 1)
+        if OWN == "keys":
+            mbarrier.expect(own_full, pair)
+            tma.async_copy_global_to_shared(k_desc, [k_start, column], own_full, own_buf.index(0))
+            tma.async_copy_global_to_shared(v_desc, [k_start, column], own_full, own_buf.index(1))
+        else:
+            mbarrier.expect(own_full, pair + statistics)
+            tma.async_copy_global_to_shared(q_desc, [q_start, column], own_full, own_buf.index(0))
+            tma.async_copy_global_to_shared(do_desc, [q_start, column], own_full, own_buf.index(1))
+            if ACT == "softmax":
+                _load_rows(rows_desc, block, own_full, rows_buf, 0)
+        for i in range(gl.cdiv(q_len if OWN == "keys" else k_len, BLOCK)):
+            s = step % MS
+            mbarrier.wait(empty.index(s), ((step // MS) & 1) ^ 1)
+            at = full.index(s)
+            if OWN == "keys":
+                mbarrier.expect(at, pair + statistics)
+                tma.async_copy_global_to_shared(q_desc, [q_start + i * BLOCK, column], at, first_buf.index(s))
+                tma.async_copy_global_to_shared(do_desc, [q_start + i * BLOCK, column], at, second_buf.index(s))
+                if ACT == "softmax":
+                    _load_rows(rows_desc, block + i, at, rows_buf, 2 * s)
+            else:
+                mbarrier.expect(at, pair)
+                tma.async_copy_global_to_shared(k_desc, [k_start + i * BLOCK, column], at, first_buf.index(s))
+                tma.async_copy_global_to_shared(v_desc, [k_start + i * BLOCK, column], at, second_buf.index(s))
+            step += 1
+
+
+@gluon.jit
+def _fresh(a, b, D: gl.constexpr, AL: gl.constexpr):
+    """a b [BLOCK, D], issued and not waited for."""
+    return warpgroup_mma(a, b, gl.zeros([BLOCK, D], gl.float32, AL), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _consumer(
+    outputs, problem, buffers, ds_buf, barriers,
+    D: gl.constexpr, MS: gl.constexpr, OWN: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, stride = outputs
+    tiles_ptr, count_ptr, scale, q_scale, v_scale, k_scale = problem
+    own_buf, first_buf, second_buf, rows_buf = buffers
+    own_full, own_empty, full, empty = barriers
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    KEYS: gl.constexpr = OWN == "keys"
+    dtype: gl.constexpr = dq_ptr.dtype.element_ty
+    ki = gl.arange(0, BLOCK, gl.SliceLayout(1, SL))
+    qi = gl.arange(0, BLOCK, gl.SliceLayout(0, SL))
+    step = 0
+    count = tile_count(count_ptr)
+    for t in range(count):
+        k_start, k_len, q_start, q_len, head, _b, _f = tile_record(tiles_ptr, t, count)
+        column = head * D
+        mbarrier.wait(own_full, t & 1)
+        if KEYS:
+            dk = gl.zeros([BLOCK, D], gl.float32, AL)
+            dv = gl.zeros([BLOCK, D], gl.float32, AL)
+        else:
+            dq = gl.zeros([BLOCK, D], gl.float32, AL)
+        for i in range(gl.cdiv(q_len if KEYS else k_len, BLOCK)):
+            s = step % MS
+            mbarrier.wait(full.index(s), (step // MS) & 1)
+            if KEYS:
+                k, v, q, do = own_buf.index(0), own_buf.index(1), first_buf.index(s), second_buf.index(s)
+                k_left, q_left, rows = k_len, q_len - i * BLOCK, 2 * s
+            else:
+                k, v, q, do = first_buf.index(s), second_buf.index(s), own_buf.index(0), own_buf.index(1)
+                k_left, q_left, rows = k_len - i * BLOCK, q_len, 0
+            S = product(k, q, SL)
+            dP = product(v, do, SL)
+            # What the step before left in its buffers has gone out: they may be loaded anew.
+            tma.store_wait(0)
+            mbarrier.arrive(empty.index((step + MS - 1) % MS), count=1, pred=step > 0)
+            # With statistics, queries past the end have weight 0 already, unless there are none at all.
+            inside = (ki < k_left)[:, None] & (q_left > 0)
+            if ACT != "softmax":
+                inside = inside & (qi < q_left)[None, :]
+            S = warpgroup_mma_wait(1, deps=(S,))
+            if ACT == "softmax":
+                p = gl.exp2(S * scale - rows_buf.index(rows).load(gl.SliceLayout(0, SL))[None, :])
+            else:
+                p, slope = activate_with_grad(S * scale, ACT)
+            p = gl.where(inside, p, 0.0)
+            P = gl.convert_layout(p.to(dtype), PL)
+            if KEYS:
+                dv_flying = warpgroup_mma(P, do, dv, is_async=True)
+            else:
+                dv_flying = _fresh(P, do, D, AL)
+            if ACT == "softmax":
+                delta = rows_buf.index(rows + 1).load(gl.SliceLayout(0, SL))
+                if KEYS:
+                    dP, dv, _p = warpgroup_mma_wait(0, deps=(dP, dv_flying, P))
+                    delta += gl.sum(p * dP, 0)
+                else:
+                    dP = warpgroup_mma_wait(1, deps=(dP,))
+                ds = gl.where(inside, p * (dP - delta[None, :]), 0.0)
+            else:
+                dP = warpgroup_mma_wait(1, deps=(dP,))
+                ds = gl.where(inside, slope * dP, 0.0)
+            dsb = ds.to(dtype)
+            ds_buf.store(dsb)
+            fence_async_shared()
+            dS = gl.convert_layout(dsb, PL)
+            if KEYS:
+                dk_flying = warpgroup_mma(dS, q, dk, is_async=True)
+                if ACT == "softmax":
+                    dk, _s = warpgroup_mma_wait(0, deps=(dk_flying, dS))
+                else:
+                    dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv_flying, dk_flying, P, dS))
+                dq_flying = _fresh(ds_buf.permute((1, 0)), k, D, AL)
+                dq_step = warpgroup_mma_wait(0, deps=(dq_flying,))
+                put(dq_step * q_scale, dq_desc, dq_ptr, stride, q, q_start + i * BLOCK, column, q_left, D, AL)
+            else:
+                dq = warpgroup_mma(ds_buf.permute((1, 0)), k, dq, is_async=True)
+                dv_step, _p = warpgroup_mma_wait(1, deps=(dv_flying, P))
+                put(dv_step * v_scale, dv_desc, dv_ptr, stride, v, k_start + i * BLOCK, column, k_left, D, AL)
+                dk_flying = _fresh(dS, q, D, AL)
+                dk_step, dq, _s = warpgroup_mma_wait(0, deps=(dk_flying, dq, dS))
+                put(dk_step * k_scale, dk_desc, dk_ptr, stride, k, k_start + i * BLOCK, column, k_left, D, AL)
+            step += 1
+        if KEYS:
+            put(dv * v_scale, dv_desc, dv_ptr, stride, own_buf.index(1), k_start, column, k_len, D, AL)
+            put(dk * k_scale, dk_desc, dk_ptr, stride, own_buf.index(0), k_start, column, k_len, D, AL)
+        elif q_len > 0:
+            put(dq * q_scale, dq_desc, dq_ptr, stride, own_buf.index(0), q_start, column, q_len, D, AL)
+        tma.store_wait(0)
+        mbarrier.arrive(own_empty, count=1)
+
+
+@gluon.jit(do_not_specialize=["query_blocks"])
+def short_backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, stride,
+    tiles_ptr, count_ptr, query_blocks, scale, q_scale, v_scale, k_scale,
+    D: gl.constexpr, MS: gl.constexpr, OWN: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """dV = v_scale P^T dO, dK = k_scale dS^T Q, dQ = q_scale dS K of every (sequence, head) with keys.
+
+    rows: as in `backward_kernel`; with OWN = "keys" its second half holds what is to be added to delta.
+    """
+    dtype: gl.constexpr = dq_ptr.dtype.element_ty
+    own_buf = gl.allocate_shared_memory(dtype, [2, BLOCK, D], q_desc.layout)
+    first_buf = gl.allocate_shared_memory(dtype, [MS, BLOCK, D], q_desc.layout)
+    second_buf = gl.allocate_shared_memory(dtype, [MS, BLOCK, D], q_desc.layout)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], dtype)
+    ds_buf = gl.allocate_shared_memory(dtype, [BLOCK, BLOCK], SHARED)
+    rows_buf = gl.allocate_shared_memory(gl.float32, [2 * MS, BLOCK], rows_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    own_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    own_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [MS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [MS, 1], BARRIER)
+    mbarrier.init(own_full, count=1)
+    mbarrier.init(own_empty, count=1)
+    for i in gl.static_range(MS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    buffers = (own_buf, first_buf, second_buf, rows_buf)
+    barriers = (own_full, own_empty, full, empty)
+    outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, stride)
+    problem = (tiles_ptr, count_ptr, scale, q_scale, v_scale, k_scale)
+    inputs = (q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, query_blocks)
+    gl.warp_specialize(
+        [
+            (_consumer, (outputs, problem, buffers, ds_buf, barriers, D, MS, OWN, ACT)),
+            (_producer, (inputs, buffers, barriers, D, MS, OWN, ACT)),
+        ],
+        [1],
+        [24],
+    )
