@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from gem_data import SourceUnavailable
 from gem_lowprec import Conversion, Recipe, convert, get_recipe
-from gem_model import GEM
+from gem_model import GEM, ModelInputs
+from gem_model.ranker import Ranker
 from gem_model.roles import roles
 from gem_parallel import ParallelModel, RowWiseAdagrad, Runtime, parallelize
 from torch import nn
@@ -26,16 +28,30 @@ from gem_train.data import Data
 from gem_train.errors import UserError, user_errors
 from gem_train.events import Events
 from gem_train.inputs import model_inputs
-from gem_train.metrics import peak_flops
+from gem_train.metrics import Mfu, peak_flops
 from gem_train.progress import Progress
 from gem_train.run_dir import RunDir
 from gem_train.trainer import Parts, Trainer
 
 
+def build_gem(config: RunConfig, inputs: ModelInputs) -> Ranker:
+    """The model that a run trains unless it is told another."""
+    return GEM(config.model, inputs)
+
+
 def assemble(
-    config: RunConfig, runtime: Runtime, run: RunDir, *, events: Events, progress: Progress
+    config: RunConfig,
+    runtime: Runtime,
+    run: RunDir,
+    *,
+    events: Events,
+    progress: Progress,
+    edit: Callable[[nn.Module], None] | None = None,
+    build: Callable[[RunConfig, ModelInputs], Ranker] = build_gem,
 ) -> tuple[Data, Trainer]:
-    """Put the whole system together for one run.
+    """Put the whole system together for one run; `edit` may change the model before precision and parallelism.
+
+    `build` may make another model than GEM (a baseline), whose FLOPs are then not counted.
 
     Raises UserError for every setting that one of the packages refuses.
     """
@@ -51,10 +67,12 @@ def assemble(
     with user_errors("model"):
         torch.manual_seed(config.train.seed)
         inputs = model_inputs(data.schema, config.inputs, max_history=config.data.max_history)
-        gem = GEM(config.model, inputs)
+        gem = build(config, inputs)
         gem.init_bias(data_source.base_rates(data))
         if inputs.dense and config.inputs.standardize:
             gem.init_dense(*data_source.dense_statistics(data))
+        if edit is not None:
+            edit(gem)
 
     with user_errors("lowprec"):
         conversion = convert(gem, lowprec_recipe(config), seed=config.train.seed * 65_537 + runtime.rank)
@@ -79,13 +97,15 @@ def assemble(
             inputs=inputs,
             model=model,
             model_config=config.model,
+            counts_flops=isinstance(gem, GEM),
+            units=tuple(gem.units()),
             conversion=conversion,
             optimizer=adamw(model, config.optim, runtime.device),
             train=train,
             validation=validation,
             test=test,
             precision=precision,
-            peak=peak_flops(_card(runtime.device), _peak_dtype(precision)),
+            peak=peak_of(config, runtime.device),
             events=events,
             progress=progress,
         )
@@ -146,6 +166,11 @@ def lowprec_recipe(config: RunConfig) -> Recipe:
     if config.lowprec.min_size is not None:
         changes["min_size"] = config.lowprec.min_size
     return dataclasses.replace(recipe, **changes)
+
+
+def peak_of(config: RunConfig, device: torch.device) -> Mfu:
+    """The peak of the device for the dtype of the configuration's matrix products, or why there is none."""
+    return peak_flops(_card(device), _peak_dtype(resolve_precision(config.train.precision, device)))
 
 
 def _card(device: torch.device) -> str | None:

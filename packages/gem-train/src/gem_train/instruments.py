@@ -78,7 +78,9 @@ class Instruments:
 
 
 def forward_flops(parts: Parts, batch: JaggedBatch) -> int:
-    """Useful FLOPs of this rank's forward pass, padding samples left out."""
+    """Useful FLOPs of this rank's forward pass, padding samples left out; 0 where nobody counts them."""
+    if not parts.counts_flops:
+        return 0
     real = batch.sample_ids >= 0
     lengths = {s.name: batch.sequences[s.name].offsets.diff()[real].tolist() for s in parts.inputs.sources}
     return batch_flops(parts.model_config, parts.inputs, lengths, batch_size=int(real.sum()))

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 from gem_data import Schema
+from gem_model import ModelInputs
 from gem_model.baselines import ConstantRate, LogisticRegression
+from gem_model.ranker import Ranker
 from gem_parallel import PeerLostError, Runtime, start
 
-from gem_train.assemble import assemble, describe
+from gem_train.assemble import assemble, build_gem, describe
 from gem_train.config import RunConfig
 from gem_train.data import Data, without_history
 from gem_train.errors import PeerLost, UserError, user_errors
@@ -47,8 +49,14 @@ class Outcome:
 BASELINE_ROWS = 500_000  # the most recent training rows; the regression holds them all in memory
 
 
-def execute(config: RunConfig, out: str | Path | None = None, *, resume: bool = False) -> Outcome:
-    """Train, test and report `config` in the folder `out` (None: runs/<recipe>-<timestamp>).
+def execute(
+    config: RunConfig,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    build: Callable[[RunConfig, ModelInputs], Ranker] = build_gem,
+) -> Outcome:
+    """Train, test and report `config` in the folder `out` (None: runs/<recipe>-<timestamp>); `build` as in `assemble`.
 
     Raises:
         UserError: a setting, the data or the folder is not as it should be.
@@ -58,13 +66,13 @@ def execute(config: RunConfig, out: str | Path | None = None, *, resume: bool = 
     """
     with user_errors("start"):
         runtime = start(config.train.device, config.train.timeout_s)
-    with runtime, _quiet(runtime):
+    with runtime, quiet(runtime):
         # The clocks of two ranks may show different seconds: the folder is rank 0's.
         run = RunDir(runtime.gather(out or new_path(config.recipe), "the run folder")[0])
         _on_main(runtime, lambda: run.start(config, resume=resume))
         events = Events(run.path if runtime.is_main else None)
         with Progress(enabled=runtime.is_main) as progress, contextlib.closing(events):
-            data, trainer = assemble(config, runtime, run, events=events, progress=progress)
+            data, trainer = assemble(config, runtime, run, events=events, progress=progress, build=build)
             _on_main(runtime, lambda: _check_data(run, data, resume=resume))
             if resume:
                 step = trainer.resume()
@@ -107,7 +115,7 @@ def reopened(run: RunDir) -> Iterator[tuple[Data, Trainer]]:
     config = run.read_config()
     with user_errors("start"):
         runtime = start(config.train.device, config.train.timeout_s)
-    with runtime, _quiet(runtime), Progress(enabled=False) as progress:
+    with runtime, quiet(runtime), Progress(enabled=False) as progress:
         data, trainer = assemble(config, runtime, run, events=Events(None), progress=progress)
         _on_main(runtime, lambda: _check_data(run, data, resume=True))
         trainer.resume()
@@ -224,7 +232,7 @@ def _peers(events: Events) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet(runtime: Runtime) -> Iterator[None]:
+def quiet(runtime: Runtime) -> Iterator[None]:
     """Only rank 0 speaks of what is the same on all of them; what libraries say of their own affairs is left out."""
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     with warnings.catch_warnings():

@@ -58,6 +58,7 @@ class Parts:
     inputs: ModelInputs
     model: ParallelModel
     model_config: GemConfig
+    units: tuple[str, ...]  # names of the submodules that are sharded, and compiled, one by one
     conversion: Conversion
     optimizer: torch.optim.Optimizer
     train: Loader
@@ -67,6 +68,7 @@ class Parts:
     peak: Mfu
     events: Events
     progress: Progress
+    counts_flops: bool = True  # those of a baseline are not counted
 
 
 @dataclass(kw_only=True)

@@ -129,6 +129,20 @@ def plan(arguments: argparse.Namespace) -> int:
     return plan(_config(arguments), arguments)
 
 
+def bench(arguments: argparse.Namespace) -> int:
+    """Measure efficiency."""
+    from gem_train.cli.measure import bench
+
+    return bench(arguments)
+
+
+def ladder(arguments: argparse.Namespace) -> int:
+    """Measure the techniques one by one."""
+    from gem_train.cli.measure import ladder
+
+    return ladder(_config(arguments), arguments)
+
+
 def data(arguments: argparse.Namespace) -> int:
     """Build a log or look at one."""
     from gem_train.cli import data as actions

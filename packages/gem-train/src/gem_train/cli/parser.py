@@ -72,6 +72,20 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
 
+    bench = verb("bench", "measure how well a recipe uses this machine: MFU, layers alone, where a step's time goes")
+    _recipe(bench, "RECIPE|RUN", "a recipe, or a run folder, whose report then shows the figures")
+    _measure(bench)
+    bench.add_argument("--json", action="store_true", help="the same as JSON")
+
+    ladder = verb("ladder", "switch the techniques on one at a time and measure each, on this machine and data")
+    _recipe(ladder)
+    _measure(ladder)
+    ladder.add_argument(
+        "--train-steps", metavar="N", type=int, default=50, help="training before the NE of a rung; 0: no NE (50)"
+    )
+    ladder.add_argument("--recompute", action="store_true", help="keep only the layers' inputs, on every rung")
+    ladder.add_argument("--rung", metavar="NAME", action="append", default=[], help="measure only this; repeatable")
+
     _data(verb("data", "build and look at event logs"), common)
 
     export = verb("export", "write a run's model as safetensors and Parquet, with a scorer that needs no gem-train")
@@ -95,6 +109,20 @@ def _recipe(command: argparse.ArgumentParser, name: str = "RECIPE", text: str = 
         default=[],
         help="change a setting, e.g. optim.lr=1e-3; repeatable",
     )
+
+
+def _measure(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", metavar="DIR", help="where to write the results (default: runs/<command>-<time>)")
+    command.add_argument(
+        "--fill",
+        metavar="SOURCE=LENGTH",
+        action="append",
+        default=[],
+        help="random batches instead of the data's: histories of this source uniform in 1..LENGTH; repeatable",
+    )
+    command.add_argument("--steps", metavar="N", type=int, default=5, help="timed steps (5)")
+    command.add_argument("--warm-up", metavar="N", type=int, default=2, help="steps before them (2)")
+    command.add_argument("--repeats", metavar="N", type=int, default=3, help="of each layer alone (3)")
 
 
 def _data(command: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ def peak_flops(card: str | None, dtype: str) -> Mfu:
             if dtype not in peaks:
                 return Mfu(peak=None, note=f"no MFU: the peak of {card} for {dtype} is not in the table")
             return Mfu(
-                peak=peaks[dtype] * 1e12, note=f"against {peaks[dtype]:g} TFLOP/s, the dense {dtype} peak of {card}"
+                peak=peaks[dtype] * 1e12, note=f"MFU against {peaks[dtype]:g} TFLOP/s, the dense {dtype} peak of {card}"
             )
     return Mfu(peak=None, note=f"no MFU: the card {card!r} is not in the table of peaks")
 

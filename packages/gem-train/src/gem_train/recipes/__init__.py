@@ -19,6 +19,7 @@ from gem_train.errors import UserError
 
 GROUP = "gem_train.recipes"
 BUILT_IN = (
+    "large",
     "log",
     "ml100k",
     "synthetic",

@@ -40,3 +40,20 @@ def log() -> RunConfig:
         optim=OptimConfig(lr=1e-3, weight_decay=0.1, sparse_lr=0.05, warmup_steps=100),
         train=TrainConfig(epochs=1, eval_every=200, checkpoint_every=200),
     )
+
+
+def large() -> RunConfig:
+    """The large shape on simulated impressions and searches, in eight parts a step: for one GPU, and for the ladder."""
+    return RunConfig(
+        data=DataConfig(
+            source="synthetic",
+            batch_size=1024,
+            eval_batch_size=128,
+            max_history=2048,
+            synthetic=SyntheticConfig(events=50_000, searches=0.5),
+        ),
+        inputs=InputsConfig(table_dim=64, exclude=("user",)),
+        model=preset("large"),
+        optim=OptimConfig(lr=1e-3, sparse_lr=0.05, warmup_steps=50, accumulate=8),
+        train=TrainConfig(epochs=1, eval_every=0, checkpoint_every=0),
+    )

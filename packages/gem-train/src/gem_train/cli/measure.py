@@ -1,0 +1,102 @@
+"""`gem-train bench` and `gem-train ladder`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from gem_parallel import Runtime, start
+
+from gem_train.assemble import assemble, peak_of
+from gem_train.config import RunConfig, override
+from gem_train.errors import UserError, user_errors
+from gem_train.events import Events, finite
+from gem_train.ladder import results
+from gem_train.ladder.climb import Options, climb
+from gem_train.measuring.bench import measure
+from gem_train.measuring.table import render
+from gem_train.progress import Progress
+from gem_train.run import quiet
+from gem_train.run_dir import RunDir, new_path, write_json
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """Measure, print, and write efficiency.json and profile.toml."""
+    from gem_train.cli.commands import _config
+
+    folder = Path(arguments.recipe) if arguments.recipe and (Path(arguments.recipe) / "config.toml").exists() else None
+    if folder is not None:
+        config = override(RunDir.open(folder).read_config(), arguments.set)
+        out = Path(arguments.out) if arguments.out else folder
+    else:
+        config = _config(arguments)
+        out = Path(arguments.out) if arguments.out else new_path(f"bench-{config.recipe}")
+    fill = _fill(arguments.fill)
+    with _job(config) as runtime, Progress(enabled=False) as progress:
+        _, trainer = assemble(config, runtime, RunDir(out), events=Events(None), progress=progress)
+        with user_errors("bench"):
+            found = measure(
+                trainer, fill, steps=arguments.steps, warm_up=arguments.warm_up, repeats=max(1, arguments.repeats)
+            )
+        if runtime.is_main:
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(out / "efficiency.json", found)
+            (out / "profile.toml").write_text(tomli_w.dumps(found["profile"]), encoding="utf-8")
+            print(json.dumps(finite(found), indent=2) if arguments.json else render(found))
+            if not arguments.json:
+                print(f"written: {out / 'efficiency.json'}, {out / 'profile.toml'} (gem-train plan --profile)")
+    return 0
+
+
+def ladder(config: RunConfig, arguments: argparse.Namespace) -> int:
+    """Measure the rungs, printing each as it is there, and write ladder.json with a plot."""
+    fill, out = _fill(arguments.fill), Path(arguments.out) if arguments.out else new_path(f"ladder-{config.recipe}")
+    options = Options(
+        fill=fill,
+        steps=arguments.steps,
+        warm_up=arguments.warm_up,
+        repeats=arguments.repeats,
+        train_steps=arguments.train_steps,
+        recompute=arguments.recompute,
+        names=tuple(arguments.rung),
+    )
+    with _job(config) as runtime:
+
+        def report(row: dict[str, Any]) -> None:
+            if runtime.is_main:
+                print(results.line(row), flush=True)
+
+        peak = peak_of(config, runtime.device).note
+        if runtime.is_main:
+            print(
+                f"{config.recipe} on {runtime.world} x {runtime.device.type}; {peak}\n{results.line(None)}", flush=True
+            )
+        with user_errors("ladder"):
+            rows = climb(config, runtime, options, report=report)
+        if runtime.is_main:
+            results.write(rows, config, out, peak=peak, fill=fill, recompute=options.recompute)
+            print(f"written: {out / 'ladder.json'}")
+    return 0
+
+
+@contextlib.contextmanager
+def _job(config: RunConfig) -> Iterator[Runtime]:
+    with user_errors("start"):
+        runtime = start(config.train.device, config.train.timeout_s)
+    with runtime, quiet(runtime):
+        yield runtime
+
+
+def _fill(assignments: list[str]) -> dict[str, int]:
+    found = {}
+    for text in assignments:
+        name, _, length = text.partition("=")
+        if not length.isdigit() or int(length) < 1:
+            raise UserError(f"--fill {text}: expected SOURCE=LENGTH with a length of 1 or more")
+        found[name] = int(length)
+    return found

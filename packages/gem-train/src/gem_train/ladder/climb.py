@@ -1,0 +1,162 @@
+"""Measure the rungs one after another: speed, local MFU and memory on the same batches, NE after the same training."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gem_parallel import Runtime
+from torch import nn
+
+from gem_train.assemble import assemble
+from gem_train.config import RunConfig, override
+from gem_train.evaluation import figures, mean_ne
+from gem_train.events import Events
+from gem_train.ladder.peers import install
+from gem_train.ladder.rungs import RUNGS, Rung, Stand
+from gem_train.measuring import alone
+from gem_train.measuring.bench import WARM_UP, batches, time_steps
+from gem_train.measuring.recompute import recompute
+from gem_train.progress import Progress
+from gem_train.run_dir import RunDir
+from gem_train.trainer import Trainer, divided
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to climb.
+
+    Attributes:
+        fill: longest history of each source, for random half-filled batches; empty takes the data's.
+        steps: that are timed, after `warm_up` that are not.
+        repeats: of each unit alone; 0 measures no local MFU.
+        train_steps: of the training after which the NE is taken; 0 takes none.
+        recompute: keep only the inputs of the interleaved layers, on every rung.
+        names: of the rungs to measure; empty is all.
+    """
+
+    fill: Mapping[str, int]
+    steps: int = 5
+    warm_up: int = WARM_UP
+    repeats: int = 3
+    train_steps: int = 50
+    recompute: bool = False
+    names: Sequence[str] = ()
+
+
+def climb(
+    config: RunConfig,
+    runtime: Runtime,
+    options: Options,
+    *,
+    report: Callable[[dict[str, Any]], None],
+    rungs: tuple[Rung, ...] = RUNGS,
+) -> list[dict[str, Any]]:
+    """A row for every rung, handed to `report` as soon as it is there; those that can't be measured say why.
+
+    Raises ValueError for a name that is no rung.
+    """
+    known = [rung.name for rung in rungs]
+    for name in options.names:
+        if name not in known:
+            raise ValueError(f"{name!r} is no rung; there are {', '.join(map(repr, known))}")
+    rows: list[dict[str, Any]] = []
+    below = Stand()
+    for rung in rungs:
+        stand = below.up(rung)
+        row: dict[str, Any] = {"rung": rung.name, "what": rung.what, "same_function": rung.same}
+        here = override(config, stand.settings)
+        reason = rung.missing(here, runtime)
+        if options.names and rung.name not in options.names:
+            below = below if rung.aside or reason else stand
+            continue
+        began = time.perf_counter()
+        if not reason:
+            try:
+                row |= _measure(stand, here, runtime, options)
+            except (RuntimeError, ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError) as error:
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                if runtime.world > 1:  # the others are inside a collective: there is no going on together
+                    raise
+        if not (rung.aside or reason):  # what can't be measured is stepped over, not stood upon
+            below = stand
+        row["reason"] = reason
+        row["took_s"] = time.perf_counter() - began
+        _free()
+        rows.append(row)
+        report(row)
+    return rows
+
+
+def _measure(stand: Stand, config: RunConfig, runtime: Runtime, options: Options) -> dict[str, Any]:
+    with _trainer(stand, config, runtime, options) as trainer:
+        row: dict[str, Any] = {"operators": asdict(stand.operators), "compiled": stand.compile}
+        count = options.warm_up + options.steps
+        times = time_steps(trainer, batches(trainer, options.fill, count), warm_up=options.warm_up)
+        peak = trainer.parts.peak.peak
+        row |= {
+            "samples_per_s": times.samples_per_s,
+            "step_ms": times.step_s * 1e3,
+            "data_wait_ms": times.data_wait_s * 1e3,
+            "tflops": times.flops / times.seconds / 1e12,
+            "mfu": None if peak is None else times.flops / times.seconds / peak,
+            "memory_gib": times.memory_bytes / 2**30,
+            "local_tflops": None,
+            "local_mfu": None,
+            "ne": None,
+        }
+        if options.repeats and runtime.world == 1:
+            batch = divided(next(batches(trainer, options.fill, 1)), config.optim.accumulate)[0]
+            units = alone.time_units(trainer, batch, repeats=options.repeats)
+            row["local_tflops"] = sum(u.flops for u in units) / sum(u.seconds for u in units) / 1e12
+            row["local_mfu"] = alone.local_mfu(units, peak)
+    if options.train_steps:
+        with _trainer(stand, config, runtime, options) as trainer:
+            row["ne"], row["ne_by_task"] = _train(trainer, options.train_steps)
+    return row
+
+
+def _train(trainer: Trainer, steps: int) -> tuple[float, dict[str, float]]:
+    """The validation NE after so many steps from the same weights on the same batches, the mean and by task."""
+    for batch in batches(trainer, {}, steps):
+        trainer.model.train()
+        trainer.step(batch)
+    predictions = trainer.predict(trainer.parts.validation)
+    found = figures(predictions, trainer.parts.inputs.tasks) if predictions is not None else {}
+    ne = trainer.runtime.gather(mean_ne(found) if found else math.nan, "the validation NE")[0]
+    return ne, {task: f["ne"] for task, f in found.items()}
+
+
+@contextlib.contextmanager
+def _trainer(stand: Stand, config: RunConfig, runtime: Runtime, options: Options) -> Iterator[Trainer]:
+    """The system with the rung's operators, put together as a run is; its folder is a temporary one."""
+
+    def edit(model: nn.Module) -> None:
+        install(model, stand.operators)
+
+    with tempfile.TemporaryDirectory() as folder, Progress(enabled=False) as progress:
+        _, trainer = assemble(
+            config, runtime, RunDir(Path(folder) / "run"), events=Events(None), progress=progress, edit=edit
+        )
+        layers = [name for name in trainer.parts.units if name.startswith("layers.")]
+        if stand.compile:
+            torch._dynamo.reset()
+            for name in layers:
+                trainer.model.module.get_submodule(name).compile(dynamic=True)
+        if options.recompute:
+            recompute(trainer.model.module, layers)
+        yield trainer
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

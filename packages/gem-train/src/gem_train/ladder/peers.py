@@ -1,0 +1,231 @@
+"""Other people's operators in the places of ours: what the first rungs of the ladder run on.
+
+    attention   padded    torch's scaled_dot_product_attention over the padded batch, padded keys masked
+                varlen    torch.nn.attention.varlen.varlen_attn (FlashAttention-2), CUDA, 16 bit
+                kernel    gem_kernels.jagged_attention, on the backend that its dispatch chooses
+    ffn         padded    the personalised FFN's act(Q K^T) V as two batched products over the padded batch
+                kernel    gem_kernels.gdpa
+    rope        torch     the rotary embedding in plain PyTorch
+                kernel    gem_kernels.rope
+    norm        torch     torch.nn.LayerNorm
+                dispatch  gem_kernels.layer_norm on the backend that its dispatch chooses
+                kernel    the same on its Triton kernel
+
+The modules of a model keep their parameters and get another class, by name, so that a rung is a real alternative of
+the same function. `block` is different: events attend inside blocks of 64, which is another function.
+
+Shapes: `B` samples, `T` events, `H` heads, `D` head dim, `L` longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from gem_kernels import block_attention, gdpa, jagged, jagged_attention, layer_norm, rope
+from gem_kernels.gdpa.activations import ACTIVATIONS
+from gem_kernels.nn import PMA, LayerNorm
+from gem_model.sequence import ROPE_BASE, ROTE_BASE, History, HistoryAttention, PersonalisedFFN, uniform_offsets
+from torch import Tensor, nn
+
+Attention = Literal["padded", "varlen", "kernel"]
+Ffn = Literal["padded", "kernel"]
+Rotary = Literal["torch", "kernel"]
+Norm = Literal["torch", "dispatch", "kernel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operators:
+    """Which implementation each place of a model takes; the defaults are what the model does by itself."""
+
+    attention: Attention = "kernel"
+    ffn: Ffn = "kernel"
+    rope: Rotary = "kernel"
+    norm: Norm = "dispatch"
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("attention", Attention), ("ffn", Ffn), ("rope", Rotary), ("norm", Norm)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(get_args(kind))}")
+
+
+def install(model: nn.Module, operators: Operators) -> dict[str, list[str]]:
+    """Put `operators` into every place of `model`; returns the names of the modules by kind. Can be repeated.
+
+    Raises ValueError where nothing was found to replace: a rung that changes nothing must not be taken for one.
+    """
+    found: dict[str, list[str]] = {"attention": [], "ffn": [], "pooling": [], "norm": []}
+    for name, module in model.named_modules():
+        for kind, (plain, peer) in PLACES.items():
+            if type(module) in (plain, peer):
+                module.__class__ = peer
+                module.operators = operators  # type: ignore[assignment]
+                found[kind].append(name)
+    if not any(found.values()):
+        raise ValueError("the model has no attention, personalised FFN, pooling or norm of gem_model and gem_kernels")
+    return found
+
+
+# The operators.
+
+
+def padded_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int,
+    *, causal: bool = False, window: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """`jagged_attention` by torch on padded tensors: [Tq, H, D] -> [Tq, H, D]; a query without keys gets 0."""
+    batch = k_offsets.numel() - 1
+    if max_k == 0:
+        return q.new_zeros((batch * q.shape[0] if q_offsets is None else q.shape[0], *q.shape[1:]))
+    at_k = jagged.dense_index(k_offsets, k.shape[0], max_k)
+    keys, values = (jagged.pad(x, at_k, batch, max_k).transpose(1, 2) for x in (k, v))  # [B, H, Lk, D]
+    if q_offsets is None:
+        queries, at_q = q.transpose(0, 1).expand(batch, -1, -1, -1), None
+    else:
+        at_q = jagged.dense_index(q_offsets, q.shape[0], max_q)
+        queries = jagged.pad(q, at_q, batch, max_q).transpose(1, 2)
+    lengths = k_offsets.diff()
+    place = torch.arange(max_k, device=q.device)
+    # A sample without keys sees one key of zeros, whose value is zero: 0 instead of 0 / 0.
+    mask = (place < lengths.clamp(min=1)[:, None])[:, None, None]  # [B, 1, 1, Lk]
+    if causal or window is not None:
+        assert q_offsets is not None
+        apart = place - torch.arange(max_q, device=q.device)[:, None]  # key - query, for equal lengths
+        left, right = window or (max_k, max_k)
+        mask = mask & (apart >= -left) & (apart <= (0 if causal else right))
+        mask = mask | ((apart == 0) & (place[:, None] >= lengths[:, None, None, None]))  # padded queries see one key
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).transpose(1, 2)  # [B, Lq, H, D]
+    return out.flatten(0, 1) if at_q is None else jagged.unpad(out, at_q)
+
+
+def torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int,
+    *, causal: bool = False, window: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """`jagged_attention` by torch's varlen_attn. Raises ValueError with a window or causal, which differ by version."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if causal or window is not None:
+        raise ValueError("torch's varlen_attn is compared without a window and without causal")
+    if q_offsets is None:
+        batch, count = k_offsets.numel() - 1, q.shape[0]
+        q, q_offsets = q.repeat(batch, 1, 1), uniform_offsets(batch, count, q.device)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out: Any = varlen_attn(q, k, v, q_offsets.int(), k_offsets.int(), max_q, max_k)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def padded_gdpa(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, max_q: int, personal: int, activation: str
+) -> Tensor:
+    """act(Q K^T / sqrt(D)) V with `personal` keys in every sample, [Tq, H, D], k and v [B P, H, D]."""
+    at = jagged.dense_index(q_offsets, q.shape[0], max_q)
+    queries = jagged.pad(q, at, q_offsets.numel() - 1, max_q).transpose(1, 2)  # [B, H, L, D]
+    keys, values = (x.unflatten(0, (-1, personal)).transpose(1, 2) for x in (k, v))  # [B, H, P, D]
+    scores = ACTIVATIONS[activation](queries @ keys.transpose(2, 3) * q.shape[-1] ** -0.5)
+    return jagged.unpad((scores @ values).transpose(1, 2), at)
+
+
+ATTENTION: dict[str, Callable[..., Any]] = {
+    "padded": padded_sdpa,
+    "varlen": torch_varlen,
+    "kernel": jagged_attention,
+}
+
+
+# The modules.
+
+
+class PeerAttention(HistoryAttention):
+    """`HistoryAttention` on chosen operators."""
+
+    operators: Operators
+
+    def _rotate(self, x: Tensor, history: History) -> Tensor:
+        if self.operators.rope == "kernel" or self.rotary == "none":
+            return super()._rotate(x, history)
+
+        def by(place: Tensor, x: Tensor, base: float) -> Tensor:
+            return rope(x.flatten(1, 2), None, base=base, positions=place, backend="reference").view(x.shape)
+
+        if self.rotary == "position":
+            return by(history.rank, x, ROPE_BASE)
+        if self.rotary == "time":
+            return by(history.age, x, ROTE_BASE)
+        ranked, aged = x.split((self.heads // 2, self.heads - self.heads // 2), dim=2)
+        return torch.cat((by(history.rank, ranked, ROPE_BASE), by(history.age, aged, ROTE_BASE)), dim=2)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, history: History, max_q: int,
+        *, causal: bool = False, window: tuple[int, int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        ours = self.operators
+        if ours.block is not None and q_offsets is history.offsets:  # events to events, not CLS tokens to events
+            activation = None if self.attention == "softmax" else self.activation
+            out = block_attention(q, k, v, history.offsets, block=ours.block, activation=activation).flatten(1)
+            return out if self.out_norm is None else self.out_norm(out)
+        if self.attention != "softmax":
+            return super()._attend(q, k, v, q_offsets, history, max_q, causal=causal, window=window)
+        attend = ATTENTION[ours.attention]
+        return attend(
+            q, k, v, q_offsets, history.offsets, max_q, history.max_len, causal=causal, window=window
+        ).flatten(1)  # fmt: skip
+
+
+class PeerFFN(PersonalisedFFN):
+    """`PersonalisedFFN` on chosen operators."""
+
+    operators: Operators
+
+    def forward(self, history: History, x_sum: Tensor) -> Tensor:
+        """As `PersonalisedFFN.forward`."""
+        if self.operators.ffn == "kernel" or not self.personal:
+            return super().forward(history, x_sum)
+        gate, up, q = self.up(history.tokens).split(self.splits, dim=1)
+        tokens = history.tokens + self.down(F.silu(gate) * up)
+        q = self.norms.q(q.unflatten(1, (self.heads, -1)))
+        k, v = self.kv(self.mix(x_sum)).flatten(0, 1).unflatten(1, (2, self.heads, -1)).unbind(1)
+        out = padded_gdpa(q, self.norms.k(k), v, history.offsets, history.max_len, self.personal, self.activation)
+        return tokens + self.out(out.flatten(1))
+
+
+class PeerPooling(PMA):
+    """`PMA` on chosen operators."""
+
+    operators: Operators
+
+    def forward(self, x: Tensor, offsets: Tensor, max_len: int) -> Tensor:
+        """As `PMA.forward`."""
+        k, v = self.kv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+        q = self.queries.to(k.dtype)
+        tensors = (q, k, v, None, offsets, q.shape[0], max_len)
+        if self.activation is None:
+            out = ATTENTION[self.operators.attention](*tensors)
+        else:
+            out = gdpa(*tensors, activation=self.activation, out_scale=self.out_scale, backend=self.backend)
+        return self.out(out.flatten(1)).unflatten(0, (-1, q.shape[0]))
+
+
+class PeerNorm(LayerNorm):
+    """`gem_kernels.nn.LayerNorm` on a chosen implementation."""
+
+    operators: Operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `LayerNorm.forward`."""
+        if self.operators.norm == "torch":
+            return nn.LayerNorm.forward(self, x)
+        backend = "triton" if self.operators.norm == "kernel" else None
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, backend=backend)  # type: ignore[return-value]
+
+
+PLACES: dict[str, tuple[type[nn.Module], Any]] = {
+    "attention": (HistoryAttention, PeerAttention),
+    "ffn": (PersonalisedFFN, PeerFFN),
+    "pooling": (PMA, PeerPooling),
+    "norm": (LayerNorm, PeerNorm),
+}

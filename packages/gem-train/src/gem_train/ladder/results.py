@@ -1,0 +1,102 @@
+"""The ladder as JSON, as lines of text and as a plot."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gem_train.config import RunConfig
+from gem_train.run_dir import environment, write_json
+
+HEADINGS = ("rung", "samples/s", "step ms", "TFLOP/s", "MFU", "local TFLOP/s", "local MFU", "GiB", "NE")
+WIDTHS = (30, 11, 11, 9, 7, 14, 10, 7, 8)
+
+
+def line(row: dict[str, Any] | None) -> str:
+    """A row as aligned text, or the headings for None."""
+    if row is None:
+        cells = HEADINGS
+    elif row["reason"]:
+        return f"{row['rung']:<{WIDTHS[0]}}not measured: {row['reason']}"
+    else:
+        cells = (
+            row["rung"],
+            f"{row['samples_per_s']:,.0f}",
+            f"{row['step_ms']:.1f}",
+            _figure(row["tflops"]),
+            _share(row["mfu"]),
+            _figure(row["local_tflops"]),
+            _share(row["local_mfu"]),
+            f"{row['memory_gib']:.1f}",
+            "–" if row["ne"] is None else f"{row['ne']:.4f}",
+        )
+    return f"{cells[0]:<{WIDTHS[0]}}" + "".join(f"{c:>{w}}" for c, w in zip(cells[1:], WIDTHS[1:], strict=True))
+
+
+def write(
+    rows: list[dict[str, Any]], config: RunConfig, folder: Path, *, peak: str, fill: Mapping[str, int], recompute: bool
+) -> Path:
+    """ladder.json, and ladder.svg and ladder.png where there is something to plot. Returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = environment()
+    result = {
+        "suite": "ladder",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "card": env["device"],
+        "devices": env["devices"],
+        "commit": env["commit"],
+        "versions": {k: v for k, v in env["versions"].items() if v is not None},
+        "command": env["command"],
+        "recipe": config.recipe,
+        "batch_size": config.data.batch_size,
+        "accumulate": config.optim.accumulate,
+        "lengths": {name: f"uniform in 1..{n}" for name, n in fill.items()} or "of the data",
+        "recompute": recompute,
+        "peak": peak,
+        "ceilings": {},
+        "rows": [
+            {
+                "case": config.recipe,
+                "op": "step",
+                "variant": row["rung"],
+                "pass": "step",
+                "head_dim": config.model.head_dim,
+                "ms": row.get("step_ms"),
+                **row,
+            }
+            for row in rows
+        ],
+    }
+    write_json(folder / "ladder.json", result)
+    measured = [row for row in rows if not row["reason"]]
+    if measured:
+        plot(measured, folder)
+    return folder
+
+
+def plot(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Samples per second of each rung as bars, with the gain over the first; hatched: another function."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.5 + 0.42 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    first = rows[0]["samples_per_s"]
+    for i, row in enumerate(rows):
+        axes.barh(i, row["samples_per_s"], color="#2563eb", alpha=0.85, hatch=None if row["same_function"] else "//")
+        axes.text(row["samples_per_s"], i, f" {row['samples_per_s'] / first:.2f}x", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [row["rung"] for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="samples per second (hatched: not the function of the first rung)")
+    axes.spines[["top", "right"]].set_visible(False)
+    for kind in ("svg", "png"):
+        figure.savefig(folder / f"ladder.{kind}", dpi=150)
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"

@@ -1,0 +1,166 @@
+"""The rungs: which technique each one switches on, and what stands in the way of those that can't be measured here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from gem_lowprec import engine
+from gem_parallel import Runtime
+
+from gem_train.config import RunConfig
+from gem_train.ladder.peers import Operators
+
+Check = Callable[[RunConfig, Runtime], str]  # why a rung can't be measured, or ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One step up.
+
+    Attributes:
+        name: short.
+        what: one sentence for the reader of the table.
+        operators: changes of the operators that the rung before has.
+        settings: `a.b=c` assignments, on top of the rung before.
+        compile: whether the interleaved layers go through torch.compile.
+        aside: the next rung goes on from the one before this, not from this.
+        same: whether it computes the same function as the first rung, up to rounding.
+        missing: why it can't be measured here, or "".
+    """
+
+    name: str
+    what: str
+    operators: dict[str, Any] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    compile: bool = False
+    aside: bool = False
+    same: bool = True
+    missing: Check = lambda config, runtime: ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stand:
+    """Operators and settings that have been reached so far: the defaults are the model as it is by itself."""
+
+    operators: Operators = field(default_factory=Operators)
+    settings: tuple[str, ...] = ()
+    compile: bool = False
+
+    def up(self, rung: Rung) -> Stand:
+        """With what the rung changes."""
+        return Stand(
+            operators=dataclasses.replace(self.operators, **rung.operators),
+            settings=(*self.settings, *rung.settings),
+            compile=rung.compile,
+        )
+
+
+def _cuda(config: RunConfig, runtime: Runtime) -> str:
+    return "" if runtime.device.type == "cuda" else "its kernels need a CUDA device"
+
+
+def _varlen(config: RunConfig, runtime: Runtime) -> str:
+    if runtime.device.type != "cuda":
+        return "torch's varlen_attn has no CPU implementation"
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    if config.train.precision == "fp32":
+        return "varlen_attn takes 16-bit tensors alone, train.precision is fp32"
+    if config.model.causal or config.model.window is not None:
+        return "compared without a window and without causal alone"
+    return ""
+
+
+def _softmax(config: RunConfig, runtime: Runtime) -> str:
+    return "" if config.model.attention == "softmax" else f"the model's attention is {config.model.attention} already"
+
+
+def _fp8(config: RunConfig, runtime: Runtime) -> str:
+    runs = engine("fp8_row", runtime.device)
+    return "" if runs.name == "native" else f"FP8 is {runs.name} here: {runs.why}"
+
+
+def _several(config: RunConfig, runtime: Runtime) -> str:
+    return "" if runtime.world > 1 else "needs several ranks: with one there is nothing to balance (torchrun)"
+
+
+def never(reason: str) -> Check:
+    """A rung whose code is not written yet."""
+    return lambda config, runtime: reason
+
+
+RUNGS = (
+    Rung(
+        name="padded SDPA",
+        what="torch: attention and personalised FFN over the padded batch, plain rotary embedding, torch's LayerNorm",
+        operators={"attention": "padded", "ffn": "padded", "rope": "torch", "norm": "torch"},
+        missing=_softmax,
+    ),
+    Rung(
+        name="torch varlen",
+        what="attention by torch's varlen_attn (FlashAttention-2)",
+        operators={"attention": "varlen"},
+        missing=_varlen,
+    ),
+    Rung(
+        name="torch varlen + torch.compile",
+        what="the interleaved layers through torch.compile",
+        compile=True,
+        aside=True,
+        missing=_varlen,
+    ),
+    Rung(name="JFA", what="jagged attention of gem-kernels, learned queries shared", operators={"attention": "kernel"}),
+    Rung(name="GDPA", what="the personalised FFN by the GDPA kernel, without padding", operators={"ffn": "kernel"}),
+    Rung(name="fused rope", what="the rotary embedding as one kernel", operators={"rope": "kernel"}, missing=_cuda),
+    Rung(name="norm fusions", what="LayerNorm as one kernel", operators={"norm": "kernel"}, missing=_cuda),
+    Rung(
+        name="block attention",
+        what="events attend inside blocks of 64 tokens (another function)",
+        operators={"block": 64},
+        aside=True,
+        same=False,
+    ),
+    Rung(
+        name="sliding window",
+        what="an event sees 128 events to each side (another function)",
+        settings=("model.window=128",),
+        aside=True,
+        same=False,
+    ),
+    Rung(
+        name="computation skip",
+        what="events attend to events in every other layer (another function)",
+        settings=("model.self_attention_every=2",),
+        aside=True,
+        same=False,
+    ),
+    Rung(
+        name="GDPA for softmax",
+        what="the activation in the place of softmax everywhere (another function)",
+        settings=("model.attention=gdpa",),
+        aside=True,
+        same=False,
+    ),
+    Rung(
+        name="FP8 linear",
+        what="linear layers in row-wise FP8, weight gradients in BF16",
+        settings=("lowprec.recipe=fp8_row",),
+        missing=_fp8,
+        same=False,
+    ),
+    Rung(name="ours + torch.compile", what="all of the above through torch.compile", compile=True, aside=True,
+         missing=_cuda, same=False),
+    Rung(name="FP8 attention", what="Q, K, V, P in FP8", missing=never("gem-kernels has no FP8 attention")),
+    Rung(name="AutoAC", what="activation checkpointing by a budget per region",
+         missing=never("gem-parallel has no recomputation planner")),
+    Rung(name="activation quantisation", what="kept activations in FP8",
+         missing=never("gem-lowprec does not quantise what is kept for the backward pass")),
+    Rung(name="BBS", what="sub-batches dealt to the ranks by cost", settings=("data.balance=bbs",), missing=_several),
+    Rung(name="SM-free collectives", what="all-gathers by copy engines",
+         missing=never("gem-parallel has no copy-engine collectives")),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""How well the machine is used: layers alone, whole steps, and where the difference goes."""

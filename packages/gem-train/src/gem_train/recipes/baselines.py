@@ -1,0 +1,26 @@
+"""What each baseline is trained with on each recipe, where that differs from GEM's settings. Tuned on validation alone.
+
+`gem-train compare` reads this. A recipe that is not here trains every baseline in its own shape with the recipe's
+settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """Fields of the baseline's own configuration, and settings of the run such as "optim.lr=1e-3"."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    run: tuple[str, ...] = ()
+
+
+TUNED: dict[str, dict[str, Tuned]] = {}
+
+
+def tuned(recipe: str, name: str) -> Tuned:
+    """The settings of one contender on one recipe."""
+    return TUNED.get(recipe, {}).get(name, Tuned())

@@ -1,0 +1,222 @@
+"""The ladder: that its operators compute one function, that rungs say what they can't, and that a climb is complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from gem_kernels import gdpa, jagged_attention
+from gem_kernels.nn import PMA
+from gem_model import GEM, GemConfig
+from gem_model.sequence import uniform_offsets
+from gem_model.testing import example_inputs, random_batch
+from gem_parallel import start
+from gem_train.cli import main
+from gem_train.config import to_toml
+from gem_train.ladder import results
+from gem_train.ladder.climb import Options, climb
+from gem_train.ladder.peers import Operators, install, padded_gdpa, padded_sdpa
+from gem_train.ladder.rungs import RUNGS, Rung, Stand, never
+from gem_train.measuring.recompute import recompute
+from gem_train.testing import tiny_config
+
+PEERS = Operators(attention="padded", ffn="padded", rope="torch", norm="torch")
+
+
+def jagged_case(dtype=torch.float64):
+    lengths_q, lengths_k = torch.tensor([3, 0, 5, 1]), torch.tensor([4, 2, 0, 7])
+    offsets = [torch.cat((torch.zeros(1, dtype=torch.int64), n.cumsum(0))) for n in (lengths_q, lengths_k)]
+    g = torch.Generator().manual_seed(int.from_bytes(__import__("os").urandom(4), "big"))
+    q, k, v = (torch.randn(int(o[-1]), 2, 8, generator=g, dtype=dtype) for o in (offsets[0], offsets[1], offsets[1]))
+    return [t.requires_grad_() for t in (q, k, v)], offsets
+
+
+def softmax_by_hand(q, k, v, q_offsets, k_offsets):
+    """Sample by sample, head by head, in float64."""
+    rows = []
+    for b in range(len(q_offsets) - 1):
+        for i in range(int(q_offsets[b]), int(q_offsets[b + 1])):
+            keys = slice(int(k_offsets[b]), int(k_offsets[b + 1]))
+            if keys.start == keys.stop:
+                rows.append(torch.zeros_like(q[i]) + 0 * q[i])
+                continue
+            p = torch.softmax(torch.einsum("hd,khd->hk", q[i], k[keys]) / q.shape[-1] ** 0.5, dim=1)
+            rows.append(torch.einsum("hk,khd->hd", p, v[keys]))
+    return torch.stack(rows)
+
+
+def test_padded_attention_and_its_gradient_are_the_formula():
+    (q, k, v), (oq, ok) = jagged_case()
+    out = padded_sdpa(q, k, v, oq, ok, 5, 7)
+    expected = softmax_by_hand(q, k, v, oq, ok)
+    weight = torch.randn_like(out)
+    torch.testing.assert_close(out, expected)
+    found = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    wanted = torch.autograd.grad((expected * weight).sum(), (q, k, v))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, (1, 1)), (True, (2, 0))])
+def test_padded_attention_sees_what_ours_sees(causal, window):
+    (_, k, v), (_, ok) = jagged_case()
+    q = torch.randn_like(k)
+    found = padded_sdpa(q, k, v, ok, ok, 7, 7, causal=causal, window=window)
+    torch.testing.assert_close(found, jagged_attention(q, k, v, ok, ok, 7, 7, causal=causal, window=window))
+
+
+def test_learned_queries_are_shared_by_all_samples():
+    (_, k, v), (_, ok) = jagged_case()
+    q = torch.randn(3, 2, 8, dtype=torch.float64)
+    torch.testing.assert_close(padded_sdpa(q, k, v, None, ok, 3, 7), jagged_attention(q, k, v, None, ok, 3, 7))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_poly"])
+def test_the_padded_ffn_is_gdpa(activation):
+    (q, _, _), (oq, _) = jagged_case()
+    k, v = (torch.randn(4 * 6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    found = padded_gdpa(q, k, v, oq, 5, 6, activation)
+    expected = gdpa(q, k, v, oq, uniform_offsets(4, 6, q.device), 5, 6, activation=activation)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(found)
+    torch.testing.assert_close(
+        torch.autograd.grad((found * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+    )
+
+
+def model(**changes):
+    torch.manual_seed(3)
+    shape = {"width": 16, "heads": 2, "layers": 2, "n_tokens": 6, "n_dense": 2, "n_sum": 2, "interaction_fm": 3}
+    return GEM(GemConfig(**{**shape, **changes}), example_inputs())
+
+
+@pytest.mark.parametrize("rotary", ["time", "position", "both", "none"])
+def test_the_whole_model_computes_the_same_on_other_operators(rotary):
+    gem = model(rotary=rotary)
+    batch = random_batch(example_inputs(), 9, seed=4)
+
+    def passes():
+        gem.zero_grad()
+        logits = gem(batch)
+        gem.loss(logits, batch).backward()
+        return logits.detach(), {n: p.grad.clone() for n, p in gem.named_parameters() if p.grad is not None}
+
+    before = passes()
+    found = install(gem, PEERS)
+    assert len(found["attention"]) == len(found["ffn"]) == len(found["pooling"]) == 4  # two layers, two sources
+    assert len(found["norm"]) > 4
+    torch.testing.assert_close(passes(), before, rtol=2e-4, atol=1e-6)
+    install(gem, Operators())
+    torch.testing.assert_close(passes(), before, rtol=0, atol=0)
+
+
+def test_blocks_are_another_function():
+    gem, batch = model(), random_batch(example_inputs(), 6, seed=5, lengths=None)
+    before = gem(batch)
+    install(gem, Operators(block=16))
+    assert torch.equal(gem(batch), before), "histories of 12 lie inside one block of 16"
+    longer = random_batch(example_inputs(), 6, seed=5, lengths={"ratings": [40] * 6, "views": [30] * 6})
+    ours = model()
+    assert not torch.allclose(gem(longer), ours(longer))
+
+
+def test_nothing_to_replace_is_an_error():
+    with pytest.raises(ValueError, match="has no attention"):
+        install(torch.nn.Linear(2, 2), PEERS)
+    with pytest.raises(ValueError, match="attention is 'flash'"):
+        Operators(attention="flash")
+    assert install(PMA(8, 2, 2), PEERS)["pooling"] == [""]
+
+
+def test_recomputed_layers_give_the_same_gradients():
+    batch = random_batch(example_inputs(), 7, seed=6)
+    found = []
+    for again in (False, True):
+        gem = model()
+        if again:
+            recompute(gem, [n for n in gem.units() if n.startswith("layers.")])
+        gem.loss(gem(batch), batch).backward()
+        found.append([p.grad for p in gem.parameters() if p.grad is not None])
+    torch.testing.assert_close(found[0], found[1])
+
+
+# The climb.
+
+
+def test_each_rung_stands_on_the_last_that_is_not_aside():
+    a = Rung(name="a", what="", operators={"attention": "padded"})
+    b = Rung(name="b", what="", settings=("model.window=3",), aside=True)
+    c = Rung(name="c", what="", operators={"norm": "torch"}, settings=("optim.lr=1",))
+    base = Stand().up(a)
+    assert base.up(b).settings == ("model.window=3",)
+    assert base.up(c) == Stand(operators=Operators(attention="padded", norm="torch"), settings=("optim.lr=1",))
+
+
+def test_a_rung_that_fails_or_is_missing_is_stepped_over_with_its_reason(cache):
+    rungs = (
+        Rung(name="first", what="", operators={"attention": "padded"}),
+        Rung(name="none", what="", operators={"rope": "torch"}, missing=never("not written")),
+        Rung(name="fails", what="", operators={"norm": "kernel"}),  # its Triton kernels can't run on a CPU
+        Rung(name="last", what="", operators={"ffn": "padded"}),
+    )
+    seen = []
+    options = Options(fill={}, steps=1, warm_up=0, repeats=0, train_steps=0)
+    with start("cpu", 30) as runtime:
+        rows = climb(tiny_config(cache), runtime, options, report=seen.append, rungs=rungs)
+    assert rows == seen
+    assert [bool(r["reason"]) for r in rows] == [False, True, True, False]
+    assert rows[1]["reason"] == "not written"
+    assert "cannot run norms" in rows[2]["reason"]
+    assert rows[3]["operators"] == dataclasses.asdict(Operators(attention="padded", ffn="padded"))
+    assert rows[0]["samples_per_s"] > 0
+    assert rows[0]["ne"] is None
+
+
+def test_ladder_from_the_command_line(cache, tmp_path, capsys):
+    file, out = tmp_path / "tiny.toml", tmp_path / "ladder"
+    file.write_text(to_toml(tiny_config(cache, "model.dropout=0")))
+    options = ["--steps", "1", "--warm-up", "1", "--repeats", "1", "--train-steps", "3", "--fill", "events=9"]
+    assert main(["ladder", "--config", str(file), "--out", str(out), *options]) == 0
+    said = capsys.readouterr().out
+    found = json.loads((out / "ladder.json").read_text())
+    rows = {r["variant"]: r for r in found["rows"]}
+    assert list(rows) == [rung.name for rung in RUNGS]
+    assert all(name in said for name in rows)
+    assert found["suite"] == "ladder"
+    assert found["lengths"] == {"events": "uniform in 1..9"}
+    assert "CPU" in found["peak"]
+    measured = [r for r in found["rows"] if not r["reason"]]
+    assert {"padded SDPA", "JFA", "GDPA", "block attention"} <= {r["variant"] for r in measured}
+    for row in measured:
+        assert row["samples_per_s"] == pytest.approx(32 / (row["step_ms"] + row["data_wait_ms"]) * 1e3)
+        assert row["mfu"] is row["local_mfu"] is None
+        assert row["local_tflops"] > 0
+        assert row["memory_gib"] > 0.05
+    same = [r["ne"] for r in measured if r["same_function"]]
+    assert same == pytest.approx([same[0]] * len(same), rel=1e-5), "the same function trains to the same NE"
+    assert "varlen_attn has no CPU" in rows["torch varlen"]["reason"]
+    assert (out / "ladder.svg").exists()
+    assert (out / "ladder.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_mistakes_of_the_ladder_are_named(cache, tmp_path, capsys):
+    file = tmp_path / "tiny.toml"
+    file.write_text(to_toml(tiny_config(cache)))
+    command = ["ladder", "--config", str(file), "--out", str(tmp_path / "x")]
+    for more, says in (
+        (["--rung", "JFB"], "'JFB' is no rung; there are 'padded SDPA'"),
+        (["--fill", "events"], "--fill events: expected SOURCE=LENGTH"),
+    ):
+        assert main([*command, *more]) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_source_that_is_not_there_is_a_reason(cache):
+    options = Options(fill={"clicks": 9}, steps=1, train_steps=0, names=("JFA",))
+    with start("cpu", 30) as runtime:
+        (row,) = climb(tiny_config(cache), runtime, options, report=lambda row: None)
+    assert "'clicks' is no source of the data; there are events" in row["reason"]
+    assert "not measured" in results.line(row)
