@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.metadata import Metadata
 from packaging.version import Version
-from workspace import packages, sibling_requirements, version
+from workspace import ROOT, packages, sibling_requirements, version
 
 
 def problems(folder: Path, package: str) -> list[str]:
@@ -37,6 +37,10 @@ def problems(folder: Path, package: str) -> list[str]:
     for part in (f"{module}/py.typed", f"{stem}.dist-info/licenses/LICENSE"):
         if part not in names:
             found.append(f"{wheel.name} lacks {part}")
+    source = ROOT / "packages" / package / "src"
+    modules = {str(path.relative_to(source)) for path in source.rglob("*.py")}
+    for path in sorted(modules - set(names)):  # what git ignores, a build leaves out
+        found.append(f"{wheel.name} lacks {path}")
     stray = sorted({name.partition("/")[0] for name in names} - {module, f"{stem}.dist-info"})
     if stray:
         found.append(f"{wheel.name} also holds {', '.join(stray)}")

@@ -85,7 +85,10 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line, words) of every command in any code block that starts `gem-train`, `torchrun` or `python`."""
+    """(line, words) of every command in any code block that starts `gem-train`, `torchrun` or `python`.
+
+    Without what a shell variable holds, and only up to a pipe, a redirection or a second command.
+    """
     for block in blocks(page):
         if block.title.endswith(".py") or block.language == "python":
             continue
@@ -93,7 +96,8 @@ def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
         for line in re.sub(r"\\\n\s*", " ", block.text).splitlines():
             start = re.match(r"\s*(?:\$ )?((?:\S*/)?(?:gem-train|torchrun|python3?) \S.*)", line)
             if start:
-                yield number, shlex.split(start[1].split(" | ")[0].split(" && ")[0], comments=True)
+                command = re.split(r" (?:\||&&|>) ", start[1])[0]
+                yield number, [word for word in shlex.split(command, comments=True) if not word.startswith("$")]
             number += 1
 
 
