@@ -12,6 +12,8 @@ ACTIVATIONS = ("identity", "relu", "relu2", "leaky_relu", "gelu", "gelu_tanh", "
 EXPERTS = ("wukong", "dcn", "attention")
 ROTARIES = ("none", "position", "time", "both")
 TIME_GAPS = 2  # numbers that the model adds to each event: time to the request, time since the previous event
+PLACES = 3  # dims of an evidence key that say when the event was
+EVIDENCE_BIAS = 2  # numbers that say what was usual for an event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class ModelInputs:
         sparse: (feature, table) pairs of the non-sequence categorical features, each with zero or more ids a sample.
         dense: how many dense floats a sample has.
         tasks: the names of the binary labels, in the order of the labels' columns.
+        dense_columns: (column, size) pairs of the dense floats that come first, where they have names. A float column
+            of a history that has the name and size of one of them is known of the candidate, too.
 
     Raises:
         ValueError: for a name used twice, an unknown table, a table that nothing uses or whose dim differs.
@@ -75,6 +79,7 @@ class ModelInputs:
     sources: tuple[Source, ...] = ()
     sparse: tuple[tuple[str, str], ...] = ()
     dense: int = 0
+    dense_columns: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         _no_duplicates("tables", [t.name for t in self.tables])
@@ -82,6 +87,11 @@ class ModelInputs:
         _no_duplicates("sparse features", [f for f, _ in self.sparse])
         _no_duplicates("tasks", self.tasks)
         _at_least("dense", self.dense, 0)
+        _no_duplicates("dense columns", [c for c, _ in self.dense_columns])
+        for column, size in self.dense_columns:
+            _at_least(f"size of dense column {column!r}", size, 1)
+        if sum(size for _, size in self.dense_columns) > self.dense:
+            raise ValueError(f"the dense columns {self.dense_columns} are wider than dense = {self.dense}")
         if not self.tasks:
             raise ValueError("ModelInputs.tasks is empty: the model needs at least one binary label to predict")
         if not (self.sparse or self.dense):
@@ -136,6 +146,27 @@ class ModelInputs:
                 free.remove(shared[0])
         return tuple((column, chosen[column]) for column, _ in source.ids if column in chosen)
 
+    def candidate_floats(self, source: Source) -> dict[str, tuple[int, int]]:
+        """Float columns of ``source`` that the candidate has, too: column -> (its place in the dense row, size)."""
+        starts, at = {}, 0
+        for column, size in self.dense_columns:
+            starts[column] = (at, size)
+            at += size
+        return {c: starts[c] for c, size in source.floats if c in starts and starts[c][1] == size}
+
+    def evidence_widths(self, source: Source) -> tuple[int, int]:
+        """How many numbers of an event the candidate has as well, and how many speak of what came of it.
+
+        (0, 0) where the candidate shares no id column with the source: there is no evidence to be had then.
+        """
+        ids, floats = self.candidate_columns(source), self.candidate_floats(source)
+        if not ids:
+            return 0, 0
+        known = len(ids) * self.table_dim + sum(size for _, size in floats.values())
+        rest = (len(source.ids) - len(ids)) * self.table_dim
+        rest += sum(size for column, size in source.floats if column not in floats)
+        return known, rest + (PLACES - 1) + EVIDENCE_BIAS
+
 
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
@@ -176,6 +207,10 @@ class GemConfig:
         pma_seeds: learned queries of hierarchical seed pooling, whose answers become the pma_queries tokens; 0 asks the
             history by pma_queries directly.
         recent: how many of the latest events enter the summary as they are.
+        evidence_heads: heads of the evidence (:mod:`gem_model.evidence`) of each source that shares a column with the
+            candidate; each gives a token and reaches the logits linearly as well. 0 leaves it out.
+        evidence_dim: dims of such a head's keys, the three of time included.
+        evidence_values: dims of its values, at most evidence_dim.
         ff_mult: hidden size of the event's feed-forward network, in widths.
         pffn_tokens: key/value tokens made of X_sum for the personalised feed-forward network; 0 leaves it out.
         interaction_rank: k of Y in R^{N x k} in the factorisation machine block X (X^T Y).
@@ -215,6 +250,9 @@ class GemConfig:
     pma_queries: int = 4
     pma_seeds: int = 0
     recent: int = 4
+    evidence_heads: int = 0
+    evidence_dim: int = 16
+    evidence_values: int = 4
     ff_mult: float = 2.0
     pffn_tokens: int = 8
     interaction_rank: int = 8
@@ -249,8 +287,13 @@ class GemConfig:
             "cross_rank",
         ):
             _at_least(name, getattr(self, name), 1)
-        for name in ("pma_queries", "pma_seeds", "recent", "pffn_tokens"):
+        for name in ("pma_queries", "pma_seeds", "recent", "pffn_tokens", "evidence_heads"):
             _at_least(name, getattr(self, name), 0)
+        if not (self.evidence_dim > PLACES and 1 <= self.evidence_values <= self.evidence_dim):
+            raise ValueError(
+                f"evidence_dim must be more than {PLACES}, and evidence_values from 1 to evidence_dim, got "
+                f"{self.evidence_dim} and {self.evidence_values}"
+            )
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
         if self.rotary == "both" and self.heads < 2:

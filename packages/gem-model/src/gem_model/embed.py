@@ -21,7 +21,7 @@ from torchrec import (
 )
 
 from gem_model.batch import BatchLike, SequenceLike
-from gem_model.config import ModelInputs, Source
+from gem_model.config import TIME_GAPS, ModelInputs, Source
 
 V = TypeVar("V")
 
@@ -160,8 +160,9 @@ class EventEncoder(nn.Module):
         self.id_columns = [column for column, _ in source.ids]
         self.float_columns = [column for column, _ in source.floats]
         self.candidate_features = dict(inputs.candidate_columns(source))
+        self.candidate_floats = inputs.candidate_floats(source)
+        self.float_sizes = dict(source.floats)
         width_in = source.event_width(inputs.table_dim)
-        self.extra = width_in - len(self.id_columns) * inputs.table_dim
         self.linear = nn.Linear(width_in, config.width)
         self.norm = nn.LayerNorm(config.width)
         self.mark = nn.Parameter(torch.zeros(config.width)) if self.candidate_features else None
@@ -173,14 +174,20 @@ class EventEncoder(nn.Module):
         columns += [(0.1 * torch.stack((age, gap), dim=1))]  # about [0, 2] for gaps from nothing to centuries
         return self.norm(self.linear(torch.cat(columns, dim=1)))
 
-    def candidate(self, rows: Rows) -> Tensor | None:
-        """The candidate as an event [B, d]; None where it shares no column with this source's events."""
+    def candidate(self, rows: Rows, dense: Tensor) -> Tensor | None:
+        """The candidate as an event [B, d]; None where it shares no id column with this source's events.
+
+        ``dense`` [B, F] is the batch's, not standardised: float columns are as they are in the events.
+        """
         if self.mark is None:
             return None
         known = {column: rows.pooled[feature] for column, feature in self.candidate_features.items()}
         some = next(iter(known.values()))
         columns = [known.get(column, torch.zeros_like(some)) for column in self.id_columns]
-        columns.append(some.new_zeros(some.shape[0], self.extra))
+        for column, size in self.float_sizes.items():
+            start = self.candidate_floats.get(column, (None, 0))[0]
+            columns.append(some.new_zeros(some.shape[0], size) if start is None else dense[:, start : start + size])
+        columns.append(some.new_zeros(some.shape[0], TIME_GAPS))
         return self.norm(self.linear(torch.cat(columns, dim=1)) + self.mark)
 
 

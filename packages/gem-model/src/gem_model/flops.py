@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from gem_model.config import GemConfig, ModelInputs
+from gem_model.config import EVIDENCE_BIAS, PLACES, GemConfig, ModelInputs, Source
 
 
 def batch_flops(
@@ -31,7 +31,9 @@ def batch_flops(
 def unit_flops(
     config: GemConfig, inputs: ModelInputs, lengths: Mapping[str, Iterable[int]], *, batch_size: int | None = None
 ) -> dict[str, int]:
-    """The same by part: "features", "events.<source>", "layers.<i>", "heads", as the model's submodules are named."""
+    """The same by part, as the model's submodules are named: "features", "evidence", "evidence_tokens",
+    "events.<source>", "layers.<i>", "heads".
+    """
     counts = {source: [int(n) for n in values] for source, values in lengths.items()}
     if set(counts) != {s.name for s in inputs.sources}:
         raise ValueError(f"expected lengths of the sources {[s.name for s in inputs.sources]}, got {sorted(counts)}")
@@ -44,16 +46,31 @@ def unit_flops(
     features = batch * len(inputs.sparse) * 2 * inputs.table_dim * d
     features += batch * 2 * hidden * (inputs.dense + hidden) if inputs.dense else 0
     parts = {"features": features}
+    wide, n_evidence = inputs.dense, 0
+    if asked := [s for s in inputs.sources if c.evidence_heads and inputs.candidate_columns(s)]:
+        n_evidence = len(asked) * c.evidence_heads
+        wide += n_evidence * c.evidence_values
+        parts["evidence"] = sum(_evidence(c, inputs, s, sum(counts[s.name]), batch) for s in asked)
+        parts["evidence_tokens"] = batch * n_evidence * 2 * c.evidence_values * d
     for source in inputs.sources:
         tokens = sum(counts[source.name]) + (batch if inputs.candidate_columns(source) else 0)
         parts[f"events.{source.name}"] = 2 * tokens * source.event_width(inputs.table_dim) * c.of(source.name).width
-    n_in = len(inputs.sparse) + (c.n_dense if inputs.dense else 0)
+    n_in = len(inputs.sparse) + (c.n_dense if inputs.dense else 0) + n_evidence
     for layer in range(c.layers):
         parts[f"layers.{layer}"] = _layer(c, inputs, counts, batch, n_in, layer)
         n_in = c.n_tokens
-    per_task = 2 * c.n_tokens * d * c.head_hidden + 2 * c.head_hidden + 2 * inputs.dense
+    per_task = 2 * c.n_tokens * d * c.head_hidden + 2 * c.head_hidden + 2 * wide
     parts["heads"] = batch * len(inputs.tasks) * per_task
     return parts
+
+
+def _evidence(c: GemConfig, inputs: ModelInputs, source: Source, events: int, batch: int) -> int:
+    """The evidence of one source."""
+    known, rest = inputs.evidence_widths(source)
+    content = c.evidence_heads * (c.evidence_dim - PLACES)
+    flops = (events + batch) * 2 * known * content  # k and q
+    flops += events * 2 * (known * EVIDENCE_BIAS + rest * c.evidence_heads * c.evidence_values)  # what is usual, v
+    return flops + events * c.evidence_heads * 4 * c.evidence_dim
 
 
 def _layer(

@@ -3,10 +3,12 @@
     ids ----> Tables ----> events of each source ----> S ---.        .---> S' ... (History, [T, d] jagged)
                  \\                                           layer 1
                   `------> features, candidate ------> X ---'        `---> X' ... ([B, N, d]) ---> Heads ---> logits
+                              evidence of each source --^
 
-In each layer (interformer.py) the non-sequence tokens X are summarised for the histories, each history is transformed
-in their light and summarised for them, and all of it interacts (interaction.py). `B` samples, `T` events of one source,
-`N` non-sequence tokens, `d` width, `K` tasks.
+What became of events like the candidate (evidence.py) joins X before the first layer. In each layer (interformer.py)
+the non-sequence tokens X are summarised for the histories, each history is transformed in their light and summarised
+for them, and all of it interacts (interaction.py). `B` samples, `T` events of one source, `N` non-sequence tokens, `d`
+width, `K` tasks.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from gem_model.batch import BatchLike
 from gem_model.config import GemConfig, ModelInputs
+from gem_model.evidence import Evidence, EvidenceTokens
 from gem_model.heads import Heads
 from gem_model.init import initialise
 from gem_model.interformer import InterFormerLayer
@@ -40,18 +43,23 @@ class GEM(TokenRanker):
         names = [s.name for s in inputs.sources]
         super().__init__(config, inputs, towers={name: config.of(name) for name in names}, device=device)
         self.config = config
+        asked = [s for s in inputs.sources if config.evidence_heads and inputs.candidate_columns(s)]
+        n_evidence = len(asked) * config.evidence_heads
         with self.place:
+            self.evidence = nn.ModuleDict({s.name: Evidence(s, config, inputs) for s in asked})
+            self.evidence_tokens = EvidenceTokens(n_evidence, config) if asked else None
             cls_tokens = {s.name: config.n_sum + bool(inputs.candidate_columns(s)) for s in inputs.sources}
             self.layers = nn.ModuleList(
                 InterFormerLayer(
                     i,
-                    config.n_tokens if i else self.features.n_tokens,
+                    config.n_tokens if i else self.features.n_tokens + n_evidence,
                     {name: cls_tokens[name] for name in config.sources_of(i, names)},
                     config,
                 )
                 for i in range(config.layers)
             )
-            self.heads = Heads(config.n_tokens, config, inputs)
+            n_wide = inputs.dense + n_evidence * config.evidence_values
+            self.heads = Heads(config.n_tokens, config, inputs, n_wide=n_wide)
         if self.place.type != "meta":
             self.reset_parameters()
 
@@ -68,12 +76,18 @@ class GEM(TokenRanker):
         """
         rows = self.tables(batch)
         dense = self.dense(batch)
+        wide = [] if dense is None else [dense]
         x = self.dropout(self.features(rows, dense))
         histories = {source: self.history(source, rows, batch) for source in self.events}
-        cls = {source: self.candidate(source, rows, x) for source in self.events}
+        if self.evidence_tokens is not None:
+            told = [module(rows, batch, histories[source]) for source, module in self.evidence.items()]
+            evidence = torch.cat(told, dim=1)  # [B, heads of all sources, evidence_values]
+            x = torch.cat((x, self.evidence_tokens(evidence).to(x.dtype)), dim=1)
+            wide.append(evidence.flatten(1))
+        cls = {source: self.candidate(source, rows, batch) for source in self.events}
         for layer in self.layers:
             x, histories, cls = layer(x, histories, cls)
-        return self.heads(x, dense)
+        return self.heads(x, torch.cat(wide, dim=1) if wide else None)
 
     def units(self) -> list[str]:
         """Names of the submodules that FSDP shards one by one, in the order in which they run."""

@@ -18,13 +18,13 @@ from gem_model.dropout import Dropout
 
 
 class Heads(nn.Module):
-    """logit_k = w_k . MLP_k(LN(flatten X)) + u_k . dense + b_k, in float32.
+    """logit_k = w_k . MLP_k(LN(flatten X)) + u_k . wide + b_k, in float32.
 
-    The dense features also reach the logits linearly (the wide part of Wide & Deep): what a logistic regression sees is
-    then learned in a few steps, and the rest of the model learns what it misses.
+    The dense features and the evidence also reach the logits linearly (the wide part of Wide & Deep): what a logistic
+    regression sees is then learned in a few steps, and the rest of the model learns what it misses.
     """
 
-    def __init__(self, n_tokens: int, config: GemConfig, inputs: ModelInputs) -> None:
+    def __init__(self, n_tokens: int, config: GemConfig, inputs: ModelInputs, *, n_wide: int) -> None:
         super().__init__()
         self.tasks = inputs.tasks
         self.norm = nn.LayerNorm(n_tokens * config.width)
@@ -33,17 +33,17 @@ class Heads(nn.Module):
         )
         self.dropout = Dropout(config.dropout)
         self.out = nn.ModuleDict({task: nn.Linear(config.head_hidden, 1) for task in inputs.tasks})
-        self.wide = nn.Linear(inputs.dense, len(inputs.tasks), bias=False) if inputs.dense else None
+        self.wide = nn.Linear(n_wide, len(inputs.tasks), bias=False) if n_wide else None
 
-    def forward(self, x: Tensor, dense: Tensor | None) -> Tensor:
-        """[B, N, d] and standardised dense features [B, F] -> logits [B, K] float32."""
+    def forward(self, x: Tensor, wide: Tensor | None) -> Tensor:
+        """[B, N, d] and what reaches the logits linearly, [B, n_wide] -> logits [B, K] float32."""
         x = self.norm(x.flatten(1))
         hidden = [self.dropout(F.gelu(self.hidden[task](x))) for task in self.tasks]
         with float32(x.device.type):
             logits = torch.cat([self.out[task](h.float()) for task, h in zip(self.tasks, hidden, strict=True)], dim=1)
             if self.wide is not None:
-                assert dense is not None
-                logits = logits + self.wide(dense.float())
+                assert wide is not None
+                logits = logits + self.wide(wide.float())
         return logits
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from gem_kernels.nn import PMA, RMSNorm
 from torch import Tensor, nn
 
 from gem_model.embed import EventEncoder, FeatureEncoder
+from gem_model.evidence import Evidence, EvidenceTokens
 from gem_model.heads import Heads
 from gem_model.interaction import FactorizationMachine, TokenMix
 from gem_model.sequence import SequenceLayer
@@ -42,7 +43,9 @@ def initialise(model: nn.Module, *, layers: int) -> None:
         elif isinstance(module, FeatureEncoder) and module.features:
             _normal(module.projections, module.projections.shape[1])
     for module in model.modules():
-        if isinstance(module, SequenceLayer):
+        if isinstance(module, (Evidence, EvidenceTokens)):
+            module.reset_parameters()
+        elif isinstance(module, SequenceLayer):
             residual = [module.ffn.down, module.attention.out] + ([module.ffn.out] if module.ffn.personal else [])
             for linear in residual:
                 linear.weight.mul_(1.0 / math.sqrt(2.0 * layers))

@@ -124,13 +124,13 @@ class TokenRanker(Ranker):
         tokens = self.dropout(self.events[source](rows, sequence, age, gap))
         return History(tokens=tokens, offsets=sequence.offsets, max_len=sequence.max_len, rank=rank, age=age)
 
-    def candidate(self, source: str, rows: Rows, x: Tensor) -> Tensor:
+    def candidate(self, source: str, rows: Rows, batch: BatchLike) -> Tensor:
         """The candidate as an event of the source, [B, 1, d]; [B, 0, d] where it shares no column with it."""
         encoder = self.events[source]
         assert isinstance(encoder, EventEncoder)
-        candidate = encoder.candidate(rows)
+        candidate = encoder.candidate(rows, batch.dense)
         return (
-            x.new_zeros(x.shape[0], 0, encoder.linear.out_features)
+            batch.dense.new_zeros(batch.time.shape[0], 0, encoder.linear.out_features)
             if candidate is None
             else self.dropout(candidate)[:, None]
         )

@@ -145,5 +145,6 @@ class FieldBaseline(Baseline):
         for source in self.events:
             history = self.history(source, rows, batch)
             count = history.offsets.diff().clamp(min=1)[:, None]
-            tokens += [(sum_pool(history.tokens, history.offsets) / count)[:, None], self.candidate(source, rows, x)]
+            mean = sum_pool(history.tokens, history.offsets) / count
+            tokens += [mean[:, None], self.candidate(source, rows, batch)]
         return torch.cat(tokens, dim=1), dense

@@ -97,7 +97,7 @@ class SequentialBaseline(Baseline):
             if source in self.ask:
                 last = self.ask[source].expand(x.shape[0], -1)
             else:
-                last = self.candidate(source, rows, x)[:, 0]
+                last = self.candidate(source, rows, batch)[:, 0]
             history = append(self.history(source, rows, batch), last)
             tokens.append(tower(history)[history.offsets[1:] - 1][:, None])
         return self.top(torch.cat(tokens, dim=1).flatten(1), dense)
