@@ -49,20 +49,20 @@ def test_a_case_of_another_suite_is_refused(capsys):
     assert "norms has no case pma" in capsys.readouterr().err
 
 
-def test_rows_of_a_case(monkeypatch):
-    """All but the clock and the graph capture, which need a GPU."""
+def test_rows_of_a_case(monkeypatch, device):
+    """All but the clock and the graph capture."""
     small = functools.partial(norms.problem, shrink=2**13)
     monkeypatch.setattr(norms, "problem", small)
     monkeypatch.setattr(norms.timing, "captured", lambda run: run)
     times = {"triton": 0.5, "peer torch": 2.0}
     monkeypatch.setattr(norms.timing, "interleaved", lambda runs, rounds, rep: {name: times[name] for name in runs})
     options = {"peer_names": ("torch",), "rounds": 1, "rep": 1, "ceilings": {"copy_tbps": 1e-3}}
-    cpu, passes = torch.device("cpu"), ("forward", "backward")
-    rows = norms.measure("rms-residual-512", cpu, passes=passes, gate_only=False, **options)
-    cost = small("rms-residual-512", cpu).cost
+    passes = ("forward", "backward")
+    rows = norms.measure("rms-residual-512", device, passes=passes, gate_only=False, **options)
+    cost = small("rms-residual-512", device).cost
     assert [row["pass"] for row in rows] == ["forward", "backward"]
     for row, moved in zip(rows, (cost.forward_bytes, cost.backward_bytes), strict=True):
         assert row["gbps"] == round(moved / 0.5 / 1e6, 1)
         assert row["of_copy"] == round(row["gbps"] / 1e3 / 1e-3, 3)
         assert row["peers"] == {"torch": round(moved / 2.0 / 1e6, 1)}
-    assert norms.measure("rms-residual-512", cpu, passes=passes, gate_only=True, **options) == []
+    assert norms.measure("rms-residual-512", device, passes=passes, gate_only=True, **options) == []

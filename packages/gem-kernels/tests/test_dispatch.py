@@ -87,6 +87,7 @@ def test_the_fall_back_on_a_gpu_is_announced(monkeypatch):
 def test_kernels_that_never_ran_on_a_card_run_there_only_when_asked_for(monkeypatch):
     willing = {"triton": lambda _problem: (True, "can"), "reference": dispatch._reference_applies}
     monkeypatch.setattr(dispatch, "_BACKENDS", willing)
+    monkeypatch.setattr(dispatch, "UNPROVEN", frozenset({"norms"}))
     dispatch._choose.cache_clear()
     problem = Problem(op="norms", device=torch.device("cuda"), dtype=torch.float32, head_dim=8)
     with pytest.warns(UserWarning, match="norms falls back to plain PyTorch.*have not run on a card"):

@@ -251,8 +251,8 @@ def test_opcheck(device):
         ),
         (ops.gdpa, (q, k, v, q_offsets, k_offsets, *acted)),
         (ops.gdpa_backward, (d, *still[:3], q_offsets, k_offsets, *acted)),
-        (ops.block_attention, (x, x.clone(), x.clone(), blocks, positions, 16, 0.25, None, 10.0, "triton")),
-        (ops.block_attention_backward, (d, *stills, blocks, positions, 16, 0.25, "silu", 10.0, "triton")),
+        (ops.block_attention, (x, x.clone(), x.clone(), blocks, positions, 16, 0.25, None, 10.0, True, "triton")),
+        (ops.block_attention_backward, (d, *stills, blocks, None, 16, 0.25, "silu", 10.0, False, "triton")),
         (ops.rotary, (x, positions, 10.0, False, "triton")),
     ):
         torch.library.opcheck(op, arguments, test_utils=OPCHECKS)

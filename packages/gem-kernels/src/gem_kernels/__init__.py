@@ -6,10 +6,11 @@ The operators are functions of this package; a folder of the same name holds eac
 
 from gem_kernels import dispatch, flops, jagged, nn
 from gem_kernels.__about__ import __version__
-from gem_kernels.block_attention import block_attention
+from gem_kernels.block_attention import block_attention, block_attention_packed
 from gem_kernels.dispatch import why
 from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
+from gem_kernels.norm_linear import norm_linear
 from gem_kernels.norms import layer_norm, qk_norm, rms_norm
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
@@ -18,6 +19,7 @@ __all__ = [
     "Rope",
     "__version__",
     "block_attention",
+    "block_attention_packed",
     "dispatch",
     "flops",
     "gdpa",
@@ -29,6 +31,7 @@ __all__ = [
     "layer_norm",
     "most_recent",
     "nn",
+    "norm_linear",
     "qk_norm",
     "rms_norm",
     "rope",

@@ -1,5 +1,5 @@
-"""`python -m gem_kernels.bench attention|gdpa|norms`: measure a suite on this machine's GPU, print a table and write a
-benchmark file.
+"""`python -m gem_kernels.bench attention|gdpa|block|window|norms`: measure a suite on this machine's GPU, print a table
+and write a benchmark file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gem_kernels.bench import cases, norms, timing
+from gem_kernels.bench import block, cases, norms, timing
 
 
 def _commit() -> str:
@@ -77,7 +77,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m gem_kernels.bench", description=__doc__)
-    parser.add_argument("suite", choices=("attention", "gdpa", "norms"))
+    parser.add_argument("suite", choices=("attention", "gdpa", "block", "window", "norms"))
     parser.add_argument("--case", action="append", help="may be repeated; all of the suite by default")
     parser.add_argument(
         "--pass", dest="passes", action="append", choices=("forward", "backward"), help="both by default"
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="recorded in the file; by default asked of git")
     parser.add_argument("--out", type=Path, help="write the benchmark file here")
     options = parser.parse_args(arguments)
-    names = norms.NAMES if options.suite == "norms" else cases.NAMES
+    names = tuple(block.CASES.get(options.suite, ())) or (norms.NAMES if options.suite == "norms" else cases.NAMES)
     unknown = set(options.case or ()) - set(names)
     if unknown:
         parser.error(f"{options.suite} has no case {', '.join(sorted(unknown))}; expected one of {', '.join(names)}")
@@ -132,11 +132,16 @@ def _measure(
         if options.variant or options.skip or options.activation:
             raise SystemExit("the norms suite has one variant of each case: no --variant, --skip or --activation")
         return norms.measure(name, device, **shared)
+    chosen: dict[str, Any] = {"only": options.variant, "skip": tuple(options.skip)}
+    if options.suite in block.CASES:
+        if options.activation:
+            raise SystemExit(f"the cases of the {options.suite} suite have their activations: no --activation")
+        return block.measure(name, device, **chosen, **shared)
     from gem_kernels.bench import suite
 
     rows = []
     for act in [None] if options.suite == "attention" else options.activation or ["silu"]:
-        rows += suite.measure(cases.case(name), act, device, only=options.variant, skip=tuple(options.skip), **shared)
+        rows += suite.measure(cases.case(name), act, device, **chosen, **shared)
     return rows
 
 

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gem_kernels import dispatch, jagged
+from gem_kernels import dispatch
 from gem_kernels.block_attention import reference
-from gem_kernels.checks import check_offsets, check_qkv
+from gem_kernels.checks import check_heads, check_offsets, check_qkv
 from gem_kernels.gdpa.activations import check_activation
 from gem_kernels.rotary import Rope
 
-__all__ = ["block_attention"]
+__all__ = ["block_attention", "block_attention_packed"]
+
+BLOCKS = (16, 32, 64, 128)
 
 
 def block_attention(
@@ -46,8 +48,10 @@ def block_attention(
         block: tokens in a block, a power of two from 16 to 128.
         scale: 1 / sqrt(D) by default.
         activation: None for softmax, or one of GDPA's activations.
-        rope: a `Rope`, or the base of one with positions counted from the offsets; fused into the Triton kernel.
-        backend: "reference" or "triton"; None lets `dispatch` choose.
+        rope: a `Rope`, or the base of one with positions counted from the offsets; fused into the kernels. Where
+            positions are counted and values are not turned, kernels count from the block's start: equal in exact
+            arithmetic, and with smaller angles.
+        backend: "reference", "triton" or "hopper"; None lets `dispatch` choose.
         validate: also check the offsets' values on a GPU, which waits for the device; on a CPU they always are.
 
     Returns:
@@ -60,32 +64,136 @@ def block_attention(
     check_qkv(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"q, k and v must have as many tokens; got {q.shape[0]} and {k.shape[0]}")
+    scale, base, values = _check(q, offsets, block, scale, activation, rope, validate)
+    name = _choose(q, k, block, activation, rope, backend)
+    if name == dispatch.REFERENCE:
+        return _reference(q, k, v, offsets, block, scale, activation, rope)
+    blocks, positions = _blocks(offsets, q.shape[0], block), _positions(q, offsets, rope)
+    return _forward(q, k, v, blocks, positions, block, scale, activation, base, values, name)
+
+
+def block_attention_packed(
+    qkv: Tensor,
+    offsets: Tensor,
+    *,
+    kv_heads: int | None = None,
+    block: int = 64,
+    scale: float | None = None,
+    activation: str | None = None,
+    rope: Rope | float | None = None,
+    backend: str | None = None,
+    validate: bool = False,
+) -> Tensor:
+    """`block_attention` on one packed projection, whose gradient is written packed too.
+
+    The same as splitting `qkv` and calling `block_attention`, without the pass over memory that puts three gradients
+    together.
+
+    Args:
+        qkv: [T, H + 2 Hkv, D]: the heads of q, then of k, then of v.
+        kv_heads: Hkv; as many as query heads (a third of all) by default.
+        others: see `block_attention`.
+
+    Returns:
+        O: [T, H, D] in qkv's dtype.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `block_attention`.
+    """
+    check_heads("qkv", qkv)
+    if kv_heads is None:
+        if qkv.shape[1] % 3:
+            raise ValueError(f"kv_heads must be given unless the heads of qkv are a multiple of 3; got {qkv.shape[1]}")
+        kv_heads = qkv.shape[1] // 3
+    if not 0 < 2 * kv_heads < qkv.shape[1]:
+        raise ValueError(f"kv_heads must leave query heads of the {qkv.shape[1]} of qkv; got {kv_heads}")
+    q, k, v = _split(qkv, kv_heads)
+    check_qkv(q, k, v)
+    scale, base, values = _check(q, offsets, block, scale, activation, rope, validate)
+    name = _choose(q, k, block, activation, rope, backend)
+    if name == dispatch.REFERENCE:
+        return _reference(q, k, v, offsets, block, scale, activation, rope)
+    blocks, positions = _blocks(offsets, q.shape[0], block), _positions(q, offsets, rope)
+    return _packed(qkv, kv_heads, blocks, positions, block, scale, activation, base, values, name)
+
+
+def _split(qkv: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
+    return qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+
+
+def _as_rope(rope: Rope | float | None) -> Rope | None:
+    return rope if rope is None or isinstance(rope, Rope) else Rope(base=float(rope))
+
+
+def _check(
+    q: Tensor,
+    offsets: Tensor,
+    block: int,
+    scale: float | None,
+    activation: str | None,
+    rope: Rope | float | None,
+    validate: bool,
+) -> tuple[float, float | None, bool]:
+    """The scale, the rotary base (None for none) and whether values are turned."""
     check_offsets("offsets", offsets, q.shape[0], q.shape[0], q.device, values=validate or q.device.type == "cpu")
-    if block not in (16, 32, 64, 128):
+    if block not in BLOCKS:
         raise ValueError(f"block must be 16, 32, 64 or 128; got {block}")
     if activation is not None:
         check_activation(activation)
-    scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)
-    base, positions = 1.0, None
+    rope = _as_rope(rope)
     if rope is not None:
-        rope = rope if isinstance(rope, Rope) else Rope(base=float(rope))
-        base, positions = rope.base, rope.at(q, offsets)
+        rope.check(q)
+    scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)
+    return (scale, None, False) if rope is None else (scale, float(rope.base), rope.values)
 
+
+def _choose(
+    q: Tensor, k: Tensor, block: int, activation: str | None, rope: Rope | float | None, backend: str | None
+) -> str:
     wanted = {
         f"block:{block}": True,
         f"activation:{activation}": activation is not None,
         "rope": rope is not None,
         "grouped": k.shape[1] != q.shape[1],
     }
-    name = dispatch.choose("block_attention", q, backend, tuple(f for f, on in wanted.items() if on))
-    if name == dispatch.REFERENCE:
-        return reference.attention(
-            q, k, v, offsets, block=block, scale=scale, activation=activation, positions=positions, base=base
-        )
-    blocks = jagged.block_offsets(offsets, q.shape[0], block)
-    if positions is not None:
-        positions = positions.float()
-    return _forward(q, k, v, blocks, positions, block, scale, activation, base, name)
+    return dispatch.choose("block_attention", q, backend, tuple(f for f, on in wanted.items() if on))
+
+
+def _positions(q: Tensor, offsets: Tensor, rope: Rope | float | None) -> Tensor | None:
+    """None where a kernel may count from the block's start."""
+    rope = _as_rope(rope)
+    if rope is None or (rope.positions is None and not rope.values):
+        return None
+    return rope.at(q, offsets).float()
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    block: int,
+    scale: float,
+    activation: str | None,
+    rope: Rope | float | None,
+) -> Tensor:
+    rope = _as_rope(rope)
+    turn: dict[str, Any] = {}
+    if rope is not None:
+        turn = {"positions": rope.at(q, offsets), "base": rope.base, "values": rope.values}
+    return reference.attention(q, k, v, offsets, block=block, scale=scale, activation=activation, **turn)
+
+
+@torch.library.custom_op("gem_kernels::block_list", mutates_args=())
+def _blocks(offsets: Tensor, total: int, block: int) -> Tensor:
+    from gem_kernels.block_attention import blocks
+
+    return blocks.offsets(offsets, total, block)
+
+
+@_blocks.register_fake
+def _(offsets, total, block):  # type: ignore[no-untyped-def]
+    return offsets.new_empty(total // block + offsets.shape[0], dtype=torch.int64)
 
 
 @torch.library.custom_op("gem_kernels::block_attention", mutates_args=())
@@ -98,11 +206,14 @@ def _forward(
     block: int,
     scale: float,
     activation: str | None,
-    base: float,
+    base: float | None,
+    values: bool,
     backend: str,
 ) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     forward = dispatch.module("block_attention", backend).forward
-    return forward(q, k, v, blocks, positions, block, scale, activation, base)
+    forward(q, k, v, out, blocks, positions, block, scale, activation, base, values)
+    return out
 
 
 @_forward.register_fake
@@ -121,11 +232,14 @@ def _backward(
     block: int,
     scale: float,
     activation: str | None,
-    base: float,
+    base: float | None,
+    values: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     backward = dispatch.module("block_attention", backend).backward
-    return backward(dout, q, k, v, blocks, positions, block, scale, activation, base)
+    backward(dout, q, k, v, dq, dk, dv, blocks, positions, block, scale, activation, base, values)
+    return dq, dk, dv
 
 
 @_backward.register_fake
@@ -140,7 +254,71 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _autograd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     dq, dk, dv = _backward(dout, *ctx.saved_tensors, *ctx.rest)
-    return dq, dk, dv, *(None,) * 7
+    return dq, dk, dv, *(None,) * 8
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)
+
+
+@torch.library.custom_op("gem_kernels::block_attention_packed", mutates_args=())
+def _packed(
+    qkv: Tensor,
+    kv_heads: int,
+    blocks: Tensor,
+    positions: Tensor | None,
+    block: int,
+    scale: float,
+    activation: str | None,
+    base: float | None,
+    values: bool,
+    backend: str,
+) -> Tensor:
+    q, k, v = _split(qkv, kv_heads)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    forward = dispatch.module("block_attention", backend).forward
+    forward(q, k, v, out, blocks, positions, block, scale, activation, base, values)
+    return out
+
+
+@_packed.register_fake
+def _(qkv, kv_heads, *_rest):  # type: ignore[no-untyped-def]
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * kv_heads, qkv.shape[2])
+
+
+@torch.library.custom_op("gem_kernels::block_attention_packed_backward", mutates_args=())
+def _packed_backward(
+    dout: Tensor,
+    qkv: Tensor,
+    kv_heads: int,
+    blocks: Tensor,
+    positions: Tensor | None,
+    block: int,
+    scale: float,
+    activation: str | None,
+    base: float | None,
+    values: bool,
+    backend: str,
+) -> Tensor:
+    packed = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    backward = dispatch.module("block_attention", backend).backward
+    grads = _split(packed, kv_heads)
+    backward(dout, *_split(qkv, kv_heads), *grads, blocks, positions, block, scale, activation, base, values)
+    return packed
+
+
+@_packed_backward.register_fake
+def _(dout, qkv, *_rest):  # type: ignore[no-untyped-def]
+    return qkv.new_empty(qkv.shape)
+
+
+def _packed_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv, ctx.kv_heads, blocks, positions, *ctx.rest = inputs
+    ctx.save_for_backward(qkv, blocks, positions)
+
+
+def _packed_autograd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    qkv, *lists = ctx.saved_tensors
+    return _packed_backward(dout, qkv, ctx.kv_heads, *lists, *ctx.rest), *(None,) * 9
+
+
+_packed.register_autograd(_packed_autograd, setup_context=_packed_setup)

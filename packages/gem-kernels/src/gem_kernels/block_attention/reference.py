@@ -21,10 +21,12 @@ def attention(
     activation: str | None = None,
     positions: Tensor | None = None,
     base: float = 10000.0,
+    values: bool = False,
 ) -> Tensor:
-    """O [T, H, D]; with `positions` [T], q and k are rotated first."""
+    """O [T, H, D]; with `positions` [T], q and k (and v if `values`) are rotated first."""
     if positions is not None:
         q, k = (rotary_reference.rotate(x, positions, base) for x in (q, k))
+        v = rotary_reference.rotate(v, positions, base) if values else v
     blocks = block_offsets(offsets, q.shape[0], block)
     if activation is None:
         return softmax_reference.attention(q, k, v, blocks, blocks, block, block, scale=scale)[0]

@@ -1,9 +1,10 @@
 """Block attention in portable Triton: one tile per block and key head, with no online softmax, no LSE and no delta
 pass.
 
-The rotary embedding is fused: q and k are turned as they are loaded, and their gradients are turned back in float32
-before the store. Backward recomputes P and is a single kernel, as a block's gradients depend on that block alone. See
-`tiling` for the legend.
+The rotary embedding is fused: q and k (and v) are turned as they are loaded, and their gradients are turned back in
+float32 before the store. Positions that are counted are counted from the block's start: scores depend on differences
+alone. Backward recomputes P and is a single kernel, as a block's gradients depend on that block alone. See `tiling`
+for the legend.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gem_kernels.block_attention import blocks as block_list
 from gem_kernels.dispatch import Problem
 from gem_kernels.gdpa.tile_activations import activate, slope
 from gem_kernels.rotary.triton import turn, turns
@@ -56,10 +58,28 @@ def _load_turned(
 
 
 @triton.jit
+def _block_turns(
+    positions_f32, start, rows, inside,
+    D: tl.constexpr, DP: tl.constexpr, ROPE: tl.constexpr, COUNTED: tl.constexpr, LOG2_BASE: tl.constexpr,
+):  # fmt: skip
+    """cos and sin for the rows of a block."""
+    cos, sin = 0.0, 0.0
+    if ROPE:
+        if COUNTED:
+            position = rows.to(tl.float32)
+        else:
+            position = tl.load(positions_f32 + start + rows, mask=inside, other=0.0)
+        cos, sin = turns(position, D, DP, LOG2_BASE)
+    return cos, sin
+
+
+@triton.jit
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, blocks_offsets, positions_f32, scale, q_row, q_head, k_row, k_head, v_row, v_head,
+    q_ptr, k_ptr, v_ptr, out_ptr, blocks_offsets, positions_f32, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    ACT: tl.constexpr, ROPE: tl.constexpr, LOG2_BASE: tl.constexpr, PRECISION: tl.constexpr,
+    ACT: tl.constexpr, ROPE: tl.constexpr, COUNTED: tl.constexpr, VALUES: tl.constexpr, LOG2_BASE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     block, hk = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
@@ -68,11 +88,9 @@ def _forward_kernel(
         return
     rows = tl.arange(0, BM)
     inside = rows < length
-    cos, sin = 0.0, 0.0
-    if ROPE:
-        cos, sin = turns(tl.load(positions_f32 + start + rows, mask=inside, other=0.0), D, DP, LOG2_BASE)
+    cos, sin = _block_turns(positions_f32, start, rows, inside, D, DP, ROPE, COUNTED, LOG2_BASE)
     k = _load_turned(k_ptr + start * k_row + hk * k_head, rows, inside, k_row, cos, sin, D, DP, BM, ROPE)
-    v = load_rows(v_ptr + start * v_row + hk * v_head, rows, inside, v_row, D, DP, True)
+    v = _load_turned(v_ptr + start * v_row + hk * v_head, rows, inside, v_row, cos, sin, D, DP, BM, VALUES)
     for g in range(GROUP):
         h = hk * GROUP + g
         q = _load_turned(q_ptr + start * q_row + h * q_head, rows, inside, q_row, cos, sin, D, DP, BM, ROPE)
@@ -82,15 +100,16 @@ def _forward_kernel(
         else:
             p = activate(s, ACT)
         out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        store_rows(out_ptr + (start * HEADS + h) * D, out, rows, inside, HEADS * D, D, DP)
+        store_rows(out_ptr + start * out_row + h * out_head, out, rows, inside, out_row, D, DP)
 
 
 @triton.jit
 def _backward_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, blocks_offsets, positions_f32, scale,
-    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head,
+    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, dq_row, dq_head, dk_row, dk_head, dv_row, dv_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    ACT: tl.constexpr, ROPE: tl.constexpr, LOG2_BASE: tl.constexpr, PRECISION: tl.constexpr,
+    ACT: tl.constexpr, ROPE: tl.constexpr, COUNTED: tl.constexpr, VALUES: tl.constexpr, LOG2_BASE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     block, hk = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
@@ -99,11 +118,9 @@ def _backward_kernel(
         return
     rows = tl.arange(0, BM)
     inside = rows < length
-    cos, sin = 0.0, 0.0
-    if ROPE:
-        cos, sin = turns(tl.load(positions_f32 + start + rows, mask=inside, other=0.0), D, DP, LOG2_BASE)
+    cos, sin = _block_turns(positions_f32, start, rows, inside, D, DP, ROPE, COUNTED, LOG2_BASE)
     k = _load_turned(k_ptr + start * k_row + hk * k_head, rows, inside, k_row, cos, sin, D, DP, BM, ROPE)
-    v = load_rows(v_ptr + start * v_row + hk * v_head, rows, inside, v_row, D, DP, True)
+    v = _load_turned(v_ptr + start * v_row + hk * v_head, rows, inside, v_row, cos, sin, D, DP, BM, VALUES)
     dk = tl.zeros((BM, DP), tl.float32)
     dv = tl.zeros((BM, DP), tl.float32)
     for g in range(GROUP):
@@ -124,13 +141,14 @@ def _backward_kernel(
         dq = tl.dot(ds, k, input_precision=PRECISION) * scale
         if ROPE:
             dq = turn(dq, cos, -sin, BM, DP)
-        store_rows(dq_ptr + (start * HEADS + h) * D, dq, rows, inside, HEADS * D, D, DP)
+        store_rows(dq_ptr + start * dq_row + h * dq_head, dq, rows, inside, dq_row, D, DP)
     dk = dk * scale
     if ROPE:
         dk = turn(dk, cos, -sin, BM, DP)
-    at = (start * KV_HEADS + hk) * D
-    store_rows(dk_ptr + at, dk, rows, inside, KV_HEADS * D, D, DP)
-    store_rows(dv_ptr + at, dv, rows, inside, KV_HEADS * D, D, DP)
+    if VALUES:
+        dv = turn(dv, cos, -sin, BM, DP)
+    store_rows(dk_ptr + start * dk_row + hk * dk_head, dk, rows, inside, dk_row, D, DP)
+    store_rows(dv_ptr + start * dv_row + hk * dv_head, dv, rows, inside, dv_row, D, DP)
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
@@ -154,7 +172,7 @@ def tile(dtype: torch.dtype, dim: int, block: int) -> Tile:
 
 
 def _constants(
-    q: Tensor, k: Tensor, positions: Tensor | None, t: Tile, activation: str | None, base: float
+    q: Tensor, k: Tensor, positions: Tensor | None, t: Tile, activation: str | None, base: float | None, values: bool
 ) -> dict[str, object]:
     return {
         "HEADS": q.shape[1],
@@ -163,8 +181,10 @@ def _constants(
         "DP": padded_dim(q.shape[2]),
         "BM": t.bm,
         "ACT": activation or "softmax",
-        "ROPE": positions is not None,
-        "LOG2_BASE": math.log2(base),
+        "ROPE": base is not None,
+        "COUNTED": positions is None,
+        "VALUES": values,
+        "LOG2_BASE": math.log2(base or 1.0),
         "PRECISION": "ieee",
     }
 
@@ -173,22 +193,25 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
     blocks: Tensor,
     positions: Tensor | None,
     block: int,
     scale: float,
     activation: str | None,
-    base: float,
-) -> Tensor:
-    """O [T, H, D]; `blocks` [N + 1] are the offsets of all blocks, see `block_attention`."""
+    base: float | None,
+    values: bool,
+) -> None:
+    """Write O [T, H, D]; `blocks` [N + 1] are the offsets of all blocks, see `block_attention`. No base, no rotary
+    embedding; no positions, and they are counted.
+    """
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     t = tile(q.dtype, padded_dim(q.shape[2]), block)
     launch(
         _forward_kernel, (blocks.shape[0] - 1) * k.shape[1], q.device, t,
-        q, k, v, out, blocks, positions, scale, *strides(q, k, v), **_constants(q, k, positions, t, activation, base),
+        q, k, v, out, blocks, None if positions is None else positions.float(), scale, *strides(q, k, v, out),
+        **_constants(q, k, positions, t, activation, base, values),
     )  # fmt: skip
-    return out
 
 
 def backward(
@@ -196,28 +219,30 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     blocks: Tensor,
     positions: Tensor | None,
     block: int,
     scale: float,
     activation: str | None,
-    base: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV."""
+    base: float | None,
+    values: bool,
+) -> None:
+    """Write dQ, dK and dV, which may be views of one packed gradient."""
     dout, q, k, v = rows_of(dout), rows_of(q), rows_of(k), rows_of(v)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     t = tile(q.dtype, padded_dim(q.shape[2]), block)
     launch(
         _backward_kernel, (blocks.shape[0] - 1) * k.shape[1], q.device, t,
-        dout, q, k, v, dq, dk, dv, blocks, positions, scale, *strides(dout, q, k, v),
-        **_constants(q, k, positions, t, activation, base),
+        dout, q, k, v, dq, dk, dv, blocks, None if positions is None else positions.float(), scale,
+        *strides(dout, q, k, v, dq, dk, dv), **_constants(q, k, positions, t, activation, base, values),
     )  # fmt: skip
-    return dq, dk, dv
 
 
 def compile_cases() -> list[CompileCase]:
     """Both kernels at the head dimensions that matter, with and without the rotary embedding."""
-    cases = []
+    cases = block_list.compile_cases()
     for phase, kernel in (("forward", _forward_kernel), ("backward", _backward_kernel)):
         for name, dtype, dim, activation, rope in (
             ("bf16", torch.bfloat16, 64, "softmax", False),
@@ -229,7 +254,7 @@ def compile_cases() -> list[CompileCase]:
             t = tile(dtype, dim, 64)
             constants: dict[str, object] = {
                 "HEADS": 4, "GROUP": 1, "D": dim, "DP": dim, "BM": t.bm, "ACT": activation, "ROPE": rope,
-                "LOG2_BASE": math.log2(1e4), "PRECISION": "ieee",
+                "COUNTED": dim < 256, "VALUES": dim == 256, "LOG2_BASE": math.log2(1e4), "PRECISION": "ieee",
             }  # fmt: skip
             types, divisible = signature(kernel, name, constants)
             arch = (80, 90, 100) if dim > 128 else (80, 90, 100, 120)  # as `applies` says

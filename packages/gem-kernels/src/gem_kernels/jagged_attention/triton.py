@@ -77,7 +77,8 @@ def _forward_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head,
     max_q, max_k, tiles, left, right,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SHARED: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, NARROW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     h, b = rest % HEADS, rest // HEADS
@@ -99,6 +100,8 @@ def _forward_kernel(
     diag = len_k - len_q
     last = tl.minimum(tile * BM + BM, len_q) - 1
     lo, full_lo, full_hi, hi = key_ranges(tile * BM + diag, last + diag, len_k, left, right, BN, LEFT, RIGHT)
+    if NARROW:  # a few tiles: one loop over all of them, with the mask
+        full_lo = hi
     acc = tl.zeros((BM, DP), tl.float32)
     m = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -106,12 +109,13 @@ def _forward_kernel(
         acc, m, total = _forward_range(
             acc, m, total, q, rows, lo, tl.minimum(full_lo, hi), k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
             max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
-    acc, m, total = _forward_range(
-        acc, m, total, q, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
-        diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, False, PRECISION)  # fmt: skip
-    acc, m, total = _forward_range(
-        acc, m, total, q, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
-        diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+    if not NARROW:
+        acc, m, total = _forward_range(
+            acc, m, total, q, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
+            diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, False, PRECISION)  # fmt: skip
+        acc, m, total = _forward_range(
+            acc, m, total, q, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
+            diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out_ptr + (start_o * HEADS + h) * D, out, rows, inside, HEADS * D, D, DP)
     lse = tl.where(total == 0.0, float("-inf"), (m + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN2)
@@ -144,7 +148,7 @@ def _dq_kernel(
     max_q, max_k, tiles, left, right,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SHARED: tl.constexpr, BIAS: tl.constexpr, DLSE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     h, b = rest % HEADS, rest // HEADS
@@ -175,17 +179,20 @@ def _dq_kernel(
     diag = len_k - len_q
     last = tl.minimum(tile * BM + BM, len_q) - 1
     lo, full_lo, full_hi, hi = key_ranges(tile * BM + diag, last + diag, len_k, left, right, BN, LEFT, RIGHT)
+    if NARROW:  # a few tiles: one loop over all of them, with the mask
+        full_lo = hi
     dq = tl.zeros((BM, DP), tl.float32)
     if LEFT:
         dq = _dq_range(
             dq, q, do, lse2, delta, rows, lo, tl.minimum(full_lo, hi), k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
             max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
-    dq = _dq_range(
-        dq, q, do, lse2, delta, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
-        max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, False, PRECISION)  # fmt: skip
-    dq = _dq_range(
-        dq, q, do, lse2, delta, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
-        max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+    if not NARROW:
+        dq = _dq_range(
+            dq, q, do, lse2, delta, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
+            max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, False, PRECISION)  # fmt: skip
+        dq = _dq_range(
+            dq, q, do, lse2, delta, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
+            max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
     store_rows(dq_ptr + (start_o * HEADS + h) * D, dq * scale, rows, inside, HEADS * D, D, DP)
 
 
@@ -227,7 +234,8 @@ def _dkv_kernel(
     do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head,
     max_q, max_k, tiles, left, right,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SHARED: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, NARROW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -247,6 +255,8 @@ def _dkv_kernel(
     diag = len_k - len_q
     last = tl.minimum(tile * BN + BN, len_k) - 1
     lo, full_lo, full_hi, hi = query_ranges(tile * BN, last, diag, len_q, left, right, BM, LEFT, RIGHT)
+    if NARROW:
+        full_lo = hi
     dk = tl.zeros((BN, DP), tl.float32)
     dv = tl.zeros((BN, DP), tl.float32)
     for g in range(GROUP):
@@ -263,14 +273,15 @@ def _dkv_kernel(
                 dk, dv, k, v, cols, lo, tl.minimum(full_lo, hi), q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
                 len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, True,
                 PRECISION)  # fmt: skip
-        dk, dv = _dkv_range(
-            dk, dv, k, v, cols, full_lo, full_hi, q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
-            len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, False,
-            PRECISION)  # fmt: skip
-        dk, dv = _dkv_range(
-            dk, dv, k, v, cols, full_hi, hi, q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
-            len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, True,
-            PRECISION)  # fmt: skip
+        if not NARROW:
+            dk, dv = _dkv_range(
+                dk, dv, k, v, cols, full_lo, full_hi, q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
+                len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, False,
+                PRECISION)  # fmt: skip
+            dk, dv = _dkv_range(
+                dk, dv, k, v, cols, full_hi, hi, q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
+                len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, True,
+                PRECISION)  # fmt: skip
     at = (start_k * KV_HEADS + hk) * D
     store_rows(dk_ptr + at, dk * scale, cols, inside, KV_HEADS * D, D, DP)
     store_rows(dv_ptr + at, dv, cols, inside, KV_HEADS * D, D, DP)
@@ -336,10 +347,21 @@ def _dbias_kernel(
     tl.store(out + at, acc.to(dbias_ptr.dtype.element_ty), mask=inside)
 
 
-def tile(phase: str, dtype: torch.dtype, dim: int, bias: bool = False) -> Tile:
+def narrow(left: int, right: int) -> bool:
+    """Whether a window spans so few tiles that one masked loop beats three."""
+    return left >= 0 and right >= 0 and left + right < 512
+
+
+def tile(phase: str, dtype: torch.dtype, dim: int, bias: bool = False, narrow: bool = False) -> Tile:
     """The fixed configuration of a kernel ("forward", "dq", "dkv", "dbias"); 99 KB of shared memory suffice."""
     if dtype not in HALF:  # float32 products run on the vector units: small tiles keep them in registers
         return Tile(bm=32, bn=32, warps=8, stages=1) if dim <= 128 else Tile(bm=16, bn=16, warps=4, stages=1)
+    if narrow and not bias and dim <= 128:
+        return {
+            "forward": Tile(bm=64, bn=32, warps=4, stages=3),
+            "dq": Tile(bm=64, bn=32, warps=4, stages=2),
+            "dkv": Tile(bm=32, bn=64, warps=4, stages=2),
+        }[phase]
     if phase == "forward" and dim <= 128:
         if bias:
             return Tile(bm=64, bn=64, warps=8, stages=2)
@@ -391,13 +413,13 @@ def forward(
     rows = q.shape[0] if q_offsets is not None else batch * max_q
     out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    t = tile("forward", q.dtype, padded_dim(dim), bias is not None)
+    t = tile("forward", q.dtype, padded_dim(dim), bias is not None, narrow(left, right))
     tiles = triton.cdiv(max_q, t.bm)
     launch(
         _forward_kernel, tiles * heads * batch, q.device, t,
         q, k, v, bias, out, lse, q_offsets, k_offsets, scale,
         *strides(q, k, v), *_bias_strides(bias), max_q, max_k, tiles, left, right,
-        **_constants(q, k, q_offsets, left, right), BM=t.bm, BN=t.bn, BIAS=bias is not None,
+        **_constants(q, k, q_offsets, left, right), BM=t.bm, BN=t.bn, BIAS=bias is not None, NARROW=narrow(left, right),
     )  # fmt: skip
     return out, lse
 
@@ -434,22 +456,23 @@ def backward(
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     delta = torch.empty_like(lse)
 
-    t = tile("dq", q.dtype, padded_dim(dim), bias is not None)
+    t = tile("dq", q.dtype, padded_dim(dim), bias is not None, narrow(left, right))
     tiles = triton.cdiv(max_q, t.bm)
     launch(
         _dq_kernel, tiles * heads * batch, q.device, t,
         dout, q, k, v, bias, out, lse, dlse, delta, dq, q_offsets, k_offsets, scale,
         *steps, max_q, max_k, tiles, left, right,
         **constants, BM=t.bm, BN=t.bn, BIAS=bias is not None, DLSE=dlse is not None,
+        NARROW=narrow(left, right),
     )  # fmt: skip
 
-    t = tile("dkv", q.dtype, padded_dim(dim), bias is not None)
+    t = tile("dkv", q.dtype, padded_dim(dim), bias is not None, narrow(left, right))
     tiles = triton.cdiv(max_k, t.bn)
     launch(
         _dkv_kernel, tiles * kv_heads * batch, q.device, t,
         dout, q, k, v, bias, lse, delta, dk, dv, q_offsets, k_offsets, scale,
         *steps, max_q, max_k, tiles, left, right,
-        **constants, BM=t.bm, BN=t.bn, BIAS=bias is not None,
+        **constants, BM=t.bm, BN=t.bn, BIAS=bias is not None, NARROW=narrow(left, right),
     )  # fmt: skip
 
     dbias = torch.empty(0, dtype=q.dtype, device=q.device)
@@ -475,24 +498,26 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     kernels = {"forward": _forward_kernel, "dq": _dq_kernel, "dkv": _dkv_kernel, "dbias": _dbias_kernel}
     problems = [
-        ("bf16", torch.bfloat16, 64, False),
-        ("bf16", torch.bfloat16, 128, False),
-        ("bf16", torch.bfloat16, 128, True),
-        ("bf16", torch.bfloat16, 256, False),
-        ("fp32", torch.float32, 64, True),
+        ("bf16", torch.bfloat16, 64, False, False),
+        ("bf16", torch.bfloat16, 128, False, False),
+        ("bf16", torch.bfloat16, 128, False, True),
+        ("bf16", torch.bfloat16, 128, True, False),
+        ("bf16", torch.bfloat16, 256, False, False),
+        ("fp32", torch.float32, 64, True, False),
     ]
     for phase, kernel in kernels.items():
-        for name, dtype, dim, everything in problems:
+        for name, dtype, dim, everything, slim in problems:
             if phase == "dbias" and not everything:
                 continue
-            t = tile(phase, dtype, dim, everything)
+            t = tile(phase, dtype, dim, everything, slim)
             constants: dict[str, object] = {
                 "HEADS": 4, "GROUP": 1, "D": dim, "DP": dim, "BM": t.bm, "BN": t.bn, "SHARED": False,
-                "PRECISION": "ieee", "LEFT": everything, "RIGHT": everything,
+                "PRECISION": "ieee", "LEFT": everything or slim, "RIGHT": everything or slim,
             }  # fmt: skip
-            extra = {"BIAS": everything, "DLSE": False, "ALL_BATCH": False, "ALL_HEADS": False}
+            extra = {"BIAS": everything, "NARROW": slim, "DLSE": False, "ALL_BATCH": False, "ALL_HEADS": False}
             constants |= {key: value for key, value in extra.items() if key in kernel.arg_names}
             types, divisible = signature(kernel, name, constants)
-            label = f"jagged_attention {phase} {name} d{dim}{' window bias' if everything else ''}"
+            what = " window bias" if everything else " narrow window" if slim else ""
+            label = f"jagged_attention {phase} {name} d{dim}{what}"
             cases.append(CompileCase(label, kernel, types, constants, t, divisible))
     return cases

@@ -20,13 +20,13 @@ __all__ = ["applies", "backward", "compile_cases", "forward"]
 
 MAX_WIDTH = 8192
 PARTS = 512  # programs of a backward pass at most, and rows of the first stage's result
-SUM = Tile(bm=128, bn=32, warps=8, stages=1)  # the second stage: few steps for a program, however few columns there are
+SUM = Tile(bm=512, bn=8, warps=8, stages=1)  # the second stage: one step for a program, however few columns there are
 
 
 @triton.jit
-def _at(rows, heads, row, head):
-    """Element offsets of rows t * heads + h in a [T, H, C] tensor."""
-    return rows // heads * row + rows % heads * head
+def _at(rows, row, head, HEADS: tl.constexpr):
+    """Element offsets of rows t * HEADS + h in a [T, H, C] tensor."""
+    return rows // HEADS * row + rows % HEADS * head
 
 
 @triton.jit
@@ -48,15 +48,15 @@ def _normalise(x, C: tl.constexpr, CP: tl.constexpr, EPS: tl.constexpr, LAYER: t
 @triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     x_ptr, residual_ptr, weight_f32, bias_f32, y_ptr, total_ptr,
-    x_row, x_head, residual_row, residual_head, rows, heads,
-    C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
+    x_row, x_head, residual_row, residual_head, rows,
+    HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
     SWISH: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = row < rows
-    x = load_rows(x_ptr, _at(row, heads, x_row, x_head), inside, 1, C, CP, True).to(tl.float32)
+    x = load_rows(x_ptr, _at(row, x_row, x_head, HEADS), inside, 1, C, CP, True).to(tl.float32)
     if RESIDUAL:
-        at = _at(row, heads, residual_row, residual_head)
+        at = _at(row, residual_row, residual_head, HEADS)
         x += load_rows(residual_ptr, at, inside, 1, C, CP, True).to(tl.float32)
         rounded = x.to(total_ptr.dtype.element_ty)  # what is normalised is the sum that the caller gets
         store_rows(total_ptr, rounded, row, inside, C, C, CP)
@@ -74,9 +74,9 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _backward_kernel(
     x_ptr, dy_ptr, dtotal_ptr, weight_f32, bias_f32, dx_ptr, parts_f32,
-    x_row, x_head, dy_row, dy_head, dtotal_row, dtotal_head, rows, heads, tiles,
-    C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
-    SWISH: tl.constexpr, DTOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    x_row, x_head, dy_row, dy_head, dtotal_row, dtotal_head, rows, tiles,
+    HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
+    SWISH: tl.constexpr, DTOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     if WEIGHT:
@@ -85,15 +85,15 @@ def _backward_kernel(
     if BIAS:
         bias = _vector(bias_f32, C, CP)
         dbias = tl.zeros((BM, CP), tl.float32)
-    for i in range(tiles):
+    for i in tl.range(0, tiles, num_stages=STAGES):
         row = (part * tiles + i) * BM + tl.arange(0, BM)
         inside = row < rows
-        x = load_rows(x_ptr, _at(row, heads, x_row, x_head), inside, 1, C, CP, True).to(tl.float32)
-        dy = load_rows(dy_ptr, _at(row, heads, dy_row, dy_head), inside, 1, C, CP, True).to(tl.float32)
+        x = load_rows(x_ptr, _at(row, x_row, x_head, HEADS), inside, 1, C, CP, True).to(tl.float32)
+        dy = load_rows(dy_ptr, _at(row, dy_row, dy_head, HEADS), inside, 1, C, CP, True).to(tl.float32)
         normal, inverse = _normalise(x, C, CP, EPS, LAYER)
         dx = tl.zeros((BM, CP), tl.float32)
         if DTOTAL:
-            at = _at(row, heads, dtotal_row, dtotal_head)
+            at = _at(row, dtotal_row, dtotal_head, HEADS)
             dx += load_rows(dtotal_ptr, at, inside, 1, C, CP, True).to(tl.float32)
         if SWISH:  # y = x sigmoid(a): x is a factor itself, and a carries the rest
             a = normal
@@ -148,11 +148,16 @@ def applies(problem: dispatch.Problem) -> tuple[bool, str]:
 
 
 def tile(width: int, backward: bool) -> Tile:
-    """Rows of a program and its warps: at least 2048 elements (forward 4096), 16 (32) of them for a thread. Untimed."""
+    """Rows of a program and its warps: at least 2048 elements, 16 (forward 32) of them for a thread up to 4096 columns.
+
+    Backward, the loads of two more tiles are on their way while one is computed: without them a program spends half
+    of its time with none (docs/notes/norms.md).
+    """
     columns = max(16, triton.next_power_of_2(width))
-    rows = max(1, (2048 if backward else 4096) // columns)
-    warps = min(16, max(4, rows * columns // (512 if backward else 1024)))
-    return Tile(bm=rows, bn=columns, warps=warps, stages=1)
+    rows = max(1, 2048 // columns)
+    if backward:
+        return Tile(bm=rows, bn=columns, warps=4 if columns < 4096 else 8, stages=3)
+    return Tile(bm=rows, bn=columns, warps=max(2, columns // 1024), stages=1)
 
 
 def _rows(*tensors: Tensor) -> tuple[list[Tensor], int]:
@@ -187,9 +192,9 @@ def forward(
     launch(
         _forward_kernel, triton.cdiv(rows, t.bm), x.device, t,
         views[0], views[-1], x if weight is None else weight, x if bias is None else bias, y, total,
-        *strides(views[0], views[-1]), rows, heads,
-        C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish, RESIDUAL=residual is not None,
-        WEIGHT=weight is not None, BIAS=bias is not None,
+        *strides(views[0], views[-1]), rows,
+        HEADS=heads, C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish,
+        RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
     )  # fmt: skip
     return y, total
 
@@ -218,9 +223,9 @@ def backward(
     launch(
         _backward_kernel, parts, total.device, t,
         views[0], views[1], views[-1], total if weight is None else weight, total if bias is None else bias, dx, sums,
-        *strides(views[0], views[1], views[-1]), rows, heads, each,
-        C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish, DTOTAL=dtotal is not None,
-        WEIGHT=weight is not None, BIAS=bias is not None,
+        *strides(views[0], views[1], views[-1]), rows, each,
+        HEADS=heads, C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish, DTOTAL=dtotal is not None,
+        WEIGHT=weight is not None, BIAS=bias is not None, STAGES=t.stages,
     )  # fmt: skip
     dweight, dbias = (
         torch.empty(0 if v is None else width, dtype=total.dtype if v is None else v.dtype, device=total.device)
@@ -239,10 +244,10 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     for kind, width, swish in (("rms", 128, False), ("rms", 512, False), ("layer", 384, True), ("layer", 8192, False)):
         layer = kind == "layer"
-        shared = {"C": width, "EPS": 1e-6, "LAYER": layer, "SWISH": swish, "WEIGHT": True, "BIAS": layer}
+        shared = {"HEADS": 1, "C": width, "EPS": 1e-6, "LAYER": layer, "SWISH": swish, "WEIGHT": True, "BIAS": layer}
         for name, kernel, extra in (
             ("forward", _forward_kernel, {"RESIDUAL": True}),
-            ("backward", _backward_kernel, {"DTOTAL": True}),
+            ("backward", _backward_kernel, {"DTOTAL": True, "STAGES": tile(width, True).stages}),
         ):
             t = tile(width, name == "backward")
             constants: dict[str, object] = {**shared, **extra, "CP": t.bn, "BM": t.bm}

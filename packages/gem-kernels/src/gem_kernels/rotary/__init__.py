@@ -17,29 +17,40 @@ __all__ = ["Rope", "rope", "rote", "rote_positions"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding that another operator fuses: its base, and positions [T] where they are not to be counted."""
+    """A rotary embedding that another operator fuses: its base, positions [T] where they are not to be counted, and
+    whether the values are turned too.
+    """
 
     base: float = 10000.0
     positions: Tensor | None = None
+    values: bool = False
 
     def at(self, x: Tensor, offsets: Tensor) -> Tensor:
         """The positions of x's tokens, [T]."""
         return _positions(x, offsets, self.base, self.positions)
 
+    def check(self, x: Tensor) -> None:
+        """Raise ValueError unless this fits x [T, H, D]."""
+        _check(x, self.base, self.positions)
 
-def _positions(x: Tensor, offsets: Tensor | None, base: float, positions: Tensor | None) -> Tensor:
+
+def _check(x: Tensor, base: float, positions: Tensor | None) -> None:
     if x.shape[2] % 2:
         raise ValueError(f"rotary embedding needs an even head dimension; got {x.shape[2]}")
     if base <= 0:
         raise ValueError(f"base must be positive; got {base}")
+    if positions is not None and positions.shape != x.shape[:1]:
+        raise ValueError(f"positions must be [{x.shape[0]}], one for each token; got {tuple(positions.shape)}")
+    if positions is not None and positions.device != x.device:
+        raise ValueError(f"positions must be on {x.device} with x; they are on {positions.device}")
+
+
+def _positions(x: Tensor, offsets: Tensor | None, base: float, positions: Tensor | None) -> Tensor:
+    _check(x, base, positions)
     if positions is None:
         if offsets is None:
             raise ValueError("either offsets or positions must be given")
         return jagged.positions(offsets, x.shape[0])
-    if positions.shape != x.shape[:1]:
-        raise ValueError(f"positions must be [{x.shape[0]}], one for each token; got {tuple(positions.shape)}")
-    if positions.device != x.device:
-        raise ValueError(f"positions must be on {x.device} with x; they are on {positions.device}")
     return positions.detach()
 
 

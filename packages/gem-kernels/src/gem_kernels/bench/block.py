@@ -1,0 +1,280 @@
+"""The block and window suites: attention that sees little, and is as fast as its operands can be moved; gated by
+float64, timed beside our other kernels and other people's.
+
+Runs are captured in CUDA graphs, as in the norms suite.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gem_kernels import (
+    block_attention,
+    block_attention_packed,
+    dispatch,
+    flops,
+    jagged,
+    jagged_attention,
+    testing,
+)
+from gem_kernels.bench import cases, timing
+from gem_kernels.bench.norms import Outputs, Variant
+from gem_kernels.gdpa import ACTIVATIONS
+
+HEADS, BLOCK, BASE = 4, 64, 1e4
+TOLERANCE = 1e-2  # relative error of a BF16 result against float64
+LONGEST = 4096  # of the sequences that the gate compares: the reference holds all scores
+
+Run = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`window` None is block attention, else the `window` keys before a query and its own."""
+
+    lengths: Callable[[], cases.Lengths]
+    dim: int = 128
+    turned: bool = False
+    act: str | None = None
+    window: int | None = None
+
+
+def _full() -> cases.Lengths:
+    return np.full(256, 1024, dtype=np.int64)
+
+
+_BLOCKS = {
+    "block-d128": Case(lengths=_full),
+    "block-d128-rope": Case(lengths=_full, turned=True),
+    "block-d128-silu-rope": Case(lengths=_full, turned=True, act="silu"),
+    "block-d64": Case(lengths=_full, dim=64),
+    "block-d64-rope": Case(lengths=_full, dim=64, turned=True),
+    "block-half-512-rope": Case(lengths=functools.partial(cases.half, 1152, 512), turned=True),
+}
+_WINDOWS = {
+    f"window-{window}-{longest}": Case(lengths=functools.partial(cases.half, 2**18 // longest, longest), window=window)
+    for longest in (4096, 16384)
+    for window in (64, 128, 256)
+}
+CASES = {"block": _BLOCKS, "window": _WINDOWS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One case on the device."""
+
+    name: str
+    case: Case
+    lengths: list[int]
+    offsets: Tensor
+    inputs: list[Tensor]  # q, k, v
+    cost: flops.Cost
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence."""
+        return max(self.lengths)
+
+
+def problem(name: str, device: torch.device, lengths: list[int] | None = None) -> Problem:
+    """The case called `name` with fresh BF16 inputs, with other lengths for a trial; ValueError if unknown."""
+    known = {**_BLOCKS, **_WINDOWS}
+    if name not in known:
+        raise ValueError(f"unknown case {name!r}; expected one of {', '.join(known)}")
+    case = known[name]
+    lengths = case.lengths().tolist() if lengths is None else lengths
+    inputs = [torch.randn(sum(lengths), HEADS, case.dim, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    shape: dict[str, Any] = {"heads": HEADS, "head_dim": case.dim}
+    if case.window is None:
+        cost = flops.block_attention(lengths, block=BLOCK, **shape)
+    else:
+        cost = flops.attention(lengths, window=(case.window, 0), **shape)
+    return Problem(
+        name=name, case=case, lengths=lengths, offsets=testing.offsets_of(lengths, device), inputs=inputs, cost=cost
+    )
+
+
+def _attend(*arguments: Any, **options: Any) -> Tensor:
+    out = jagged_attention(*arguments, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def ours(p: Problem) -> dict[str, tuple[Run, list[Tensor]]]:
+    """Our variants that run here, with their inputs: the packed one has q, k and v in one tensor."""
+    case, offsets = p.case, p.offsets
+    found: dict[str, tuple[Run, list[Tensor]]] = {}
+    if case.window is not None:
+        where = offsets, offsets, p.longest, p.longest
+        found["triton"] = lambda q, k, v: _attend(q, k, v, *where, window=(case.window, 0), backend="triton"), p.inputs
+        return found
+    options: dict[str, Any] = {"block": BLOCK, "activation": case.act, "rope": BASE if case.turned else None}
+    for backend in ("hopper", "triton"):
+        try:
+            dispatch.why("block_attention", p.inputs[0], backend, (f"block:{BLOCK}",))
+        except RuntimeError as error:
+            print(f"  {backend}: {error}")
+            continue
+        found[backend] = functools.partial(block_attention, offsets=offsets, backend=backend, **options), p.inputs
+        if backend == "hopper":
+            packed = functools.partial(block_attention_packed, offsets=offsets, backend=backend, **options)
+            found["hopper packed"] = packed, [torch.cat(p.inputs, 1)]
+    return found
+
+
+def others(p: Problem, names: tuple[str, ...]) -> dict[str, Run]:
+    """Peers by name, without a rotary embedding (they have none): our window kernel and our full attention, which
+    compute something else and are here for their time; FA3 and torch over blocks as sequences, or with the window.
+    """
+    case, offsets, longest = p.case, p.offsets, p.longest
+    if case.window is None:
+        cut = jagged.block_offsets(offsets, p.inputs[0].shape[0], BLOCK)
+        cut = cut[: int((cut < cut[-1]).sum()) + 1].int()  # the count waits for the device, which no timed run does
+        most, sides = BLOCK, (-1, -1)
+    else:
+        cut, most, sides = offsets.int(), longest, (case.window, 0)
+
+    def fa3() -> Run:
+        from fa3 import fa3_varlen
+
+        return lambda q, k, v: fa3_varlen(q, k, v, cut, cut, most, most, causal=False, window=sides)
+
+    def varlen() -> Run:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return lambda q, k, v: cast(Tensor, varlen_attn(q, k, v, cut, cut, most, most, window_size=sides))
+
+    def whole(window: tuple[int, int] | None) -> Run:
+        return lambda q, k, v: _attend(q, k, v, offsets, offsets, longest, longest, window=window)
+
+    makers: dict[str, Callable[[], Run]] = {"fa3": fa3, "torch-varlen": varlen}
+    if case.window is None:
+        makers["our window 64"] = lambda: whole((BLOCK, 0))
+    else:
+        makers["our full attention"] = lambda: whole(None)
+    found = {}
+    for name, make in makers.items():
+        if not names or name in names:
+            try:
+                found[name] = make()
+            except ImportError as error:
+                print(f"  no {name}: {error}")
+    return found
+
+
+def _reference(p: Problem, dout: Tensor) -> tuple[list[slice], list[Tensor]]:
+    """Float64 O, dQ, dK and dV of some sequences: the shortest, and others from a fixed seed that are not too long."""
+    short = sorted((b for b, n in enumerate(p.lengths) if n <= LONGEST), key=lambda b: p.lengths[b])
+    middle = torch.randperm(len(short), generator=torch.Generator().manual_seed(0))[:3].tolist()
+    starts = [0, *torch.as_tensor(p.lengths).cumsum(0).tolist()]
+    spans, results = [], []
+    for b in sorted({short[i] for i in (0, *middle)}):
+        rows = slice(starts[b], starts[b + 1])
+        leaves = [x[rows].double().requires_grad_() for x in p.inputs]
+        q, k, v = leaves
+        place = torch.arange(p.lengths[b], device=q.device)
+        if p.case.turned:
+            q, k = (testing.loop_rope(x, place, BASE) for x in (q, k))
+        distance = place[:, None] - place[None, :]
+        if p.case.window is None:
+            seen = place[:, None] // BLOCK == place[None, :] // BLOCK
+        else:
+            seen = (distance >= 0) & (distance <= p.case.window)
+        s = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(p.case.dim)
+        if p.case.act is None:
+            weights = s.masked_fill(~seen, -math.inf).softmax(-1)
+        else:
+            weights = ACTIVATIONS[p.case.act](s) * seen
+        out = torch.einsum("hqk,khd->qhd", weights, v)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout[rows].double())])
+        spans.append(rows)
+    return spans, [torch.cat(x) for x in zip(*results, strict=True)]
+
+
+def gate(p: Problem, name: str, variant: Variant, dout: Tensor, passes: tuple[str, ...]) -> dict[str, float]:
+    """The relative error of a variant's passes; a RuntimeError says what is wrong, and nothing is timed then."""
+    spans, (out, *grads) = _reference(p, dout)
+    errors = {}
+    for what in passes:
+        with testing.poisoned():
+            got = variant.do(what)
+        if what == "backward" and len(got) == 1:
+            got = tuple(got[0].chunk(3, 1))
+        found = []
+        for x, exact in zip(got, [out] if what == "forward" else grads, strict=True):
+            mine = torch.cat([x[rows] for rows in spans]).double()
+            found.append(((mine - exact).norm() / exact.norm()).item() if x.isfinite().all() else math.nan)
+        if not all(error < TOLERANCE for error in found):
+            raise RuntimeError(f"{p.name}: {name} {what} is wrong: relative errors {found}")
+        errors[what] = max(found)
+        print(f"  {p.name} {name} {what}: relative error {errors[what]:.2e}", flush=True)
+    return errors
+
+
+class _Given(Variant):
+    """A variant whose gradients are those of a given dO."""
+
+    def __init__(self, run: Run, inputs: list[Tensor], dout: Tensor) -> None:
+        super().__init__(run, inputs)
+        self.dout = dout
+
+    def backward(self) -> Outputs:
+        """The gradients of all inputs."""
+        if self.kept is None:
+            leaves = [x.detach().requires_grad_() for x in self.inputs]
+            self.kept = leaves, (self.run(*leaves),), (self.dout,)
+        return super().backward()
+
+
+def measure(
+    name: str, device: torch.device, *, passes: tuple[str, ...], only: str, skip: tuple[str, ...],
+    peer_names: tuple[str, ...], rounds: int, rep: int, ceilings: dict[str, float], gate_only: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of one case: the gate, then times of ours and of the peers, in TFLOP/s of useful work for windows and
+    in GB/s of useful bytes for blocks.
+    """
+    p = problem(name, device)
+    dout = torch.randn_like(p.inputs[0])
+    variants = {
+        n: _Given(run, inputs, dout)
+        for n, (run, inputs) in ours(p).items()
+        if only in n and not any(x in n for x in skip)
+    }
+    errors = {n: gate(p, n, variant, dout, passes) for n, variant in variants.items()}
+    if gate_only:
+        return []
+    peers = {f"peer {n}": _Given(run, p.inputs, dout) for n, run in others(p, peer_names).items()}
+    rows = []
+    for what in passes:
+        runs: dict[str, timing.Run] = {}
+        for n, variant in {**variants, **peers}.items():
+            try:
+                runs[n] = timing.captured(functools.partial(variant.do, what))
+            except Exception as error:  # whatever a peer throws is the finding
+                if n in variants:
+                    raise
+                print(f"  {n}: {type(error).__name__}: {str(error)[:200]}")
+        times = timing.interleaved(runs, rounds=rounds, rep=rep)
+        moved = p.cost.forward_bytes if what == "forward" else p.cost.backward_bytes
+        useful = p.cost.forward_flops if what == "forward" else p.cost.backward_flops
+        counted = moved / 1e6 if p.case.window is None else useful / 1e9
+        rates = {n.removeprefix("peer "): round(counted / ms, 1) for n, ms in times.items() if n.startswith("peer ")}
+        for n in variants:
+            gbps, tflops = moved / times[n] / 1e6, useful / times[n] / 1e9
+            rows.append({
+                "case": name, "op": "block_attention" if p.case.window is None else "jagged_attention", "variant": n,
+                "pass": what, "dtype": "bfloat16", "head_dim": p.case.dim, "ms": round(times[n], 4),
+                "tflops": round(tflops, 1), "gbps": round(gbps, 1),
+                "of_gemm": round(tflops / ceilings["gemm_bf16_tflops"], 3),
+                "of_copy": round(gbps / 1e3 / ceilings["copy_tbps"], 3), "error": errors[n][what], "peers": rates,
+                "unit": "gbps" if p.case.window is None else "tflops",
+            })  # fmt: skip
+    return rows

@@ -1,0 +1,117 @@
+"""A projection of normalised rows: the reference against a float64 formula, the kernel against both, and what users
+pass.
+"""
+
+import pytest
+import torch
+from gem_kernels import dispatch, norm_linear
+from gem_kernels.norm_linear import triton
+from gem_kernels.testing import poisoned, relative_error
+from gem_kernels.tiling import Tile
+
+EPS = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch, device):
+    """In the interpreter, tiles of which a few rows need several; a GPU runs the real ones."""
+    if device.type == "cpu":
+        monkeypatch.setattr(triton, "tile", lambda width: Tile(bm=32, bn=32))
+        monkeypatch.setattr(triton, "BK", 32)
+
+
+def operands(rows, k, n, *, bias=True, dtype=torch.float64, device="cpu"):
+    generator = torch.Generator().manual_seed(rows)
+    shapes = [(*rows, k) if isinstance(rows, tuple) else (rows, k), (k,), (n, k)] + [(n,)] * bias
+    x, gain, weight, *rest = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in shapes)
+    tensors = [x, 1 + 0.3 * gain, weight / k**0.5, *rest]
+    return [t.to(device=device, dtype=dtype).requires_grad_() for t in tensors]
+
+
+def formula(x, gain, weight, bias=None):
+    normal = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * gain
+    y = normal @ weight.T
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "k", "n"), [(70, 72, 40), (1, 32, 8), (33, 64, 96), (0, 8, 8)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kernel(device, rows, k, n, bias, dtype):
+    tensors = operands(rows, k, n, bias=bias, dtype=dtype, device=device)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    with poisoned():
+        got = norm_linear(*tensors, eps=EPS, backend="triton")
+    expected = formula(*exact)
+    tolerance = 2e-3 if dtype == torch.float16 else 1e-2
+    assert got.dtype == dtype
+    assert relative_error(got, expected) < tolerance
+    dy = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
+    with poisoned():
+        gradients = torch.autograd.grad(got, tensors, dy.to(dtype))
+    for a, b in zip(gradients, torch.autograd.grad(expected, exact, dy.to(dtype).double()), strict=True):
+        assert a.dtype == dtype
+        assert relative_error(a, b) < 2 * tolerance
+
+
+def test_the_reference():
+    x, gain, weight, bias = operands(6, 5, 3)
+    expected = formula(x, gain, weight, bias)
+    assert relative_error(norm_linear(x, gain, weight, bias, eps=EPS), expected) < 1e-14
+    batched = norm_linear(x.unflatten(0, (2, 3)), gain, weight, eps=EPS)
+    assert relative_error(batched.flatten(0, 1) + bias, expected) < 1e-14
+    assert torch.autograd.gradcheck(lambda *t: norm_linear(*t, eps=EPS), (x, gain, weight, bias))
+
+
+def test_strided_rows_and_float32_gain(device):
+    x, gain, weight = operands(20, 64, 48, bias=False, dtype=torch.bfloat16, device=device)
+    wide = torch.randn(20, 80, device=device).to(torch.bfloat16)
+    wide[:, :64] = x.detach()
+    got = norm_linear(wide[:, :64], gain.detach().float(), weight.detach(), eps=EPS, backend="triton")
+    assert torch.equal(got, norm_linear(x, gain, weight, eps=EPS, backend="triton"))
+
+
+def test_runs_are_equal_bit_by_bit(device):
+    tensors = operands(90, 64, 72, dtype=torch.bfloat16, device=device)
+    runs = []
+    for _ in range(2):
+        y = norm_linear(*tensors, eps=EPS, backend="triton")
+        runs.append((y, *torch.autograd.grad(y.square().sum(), tensors)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_opcheck(device):
+    x, gain, weight, bias = operands(9, 32, 16, dtype=torch.bfloat16, device=device)
+    op = torch.ops.gem_kernels.norm_linear
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op, (x, gain, weight, bias, EPS, "triton"), test_utils=checks)
+
+
+def test_compiles_without_a_graph_break(device):
+    compiled = torch.compile(
+        lambda *t: norm_linear(*t, eps=EPS, backend="triton") * 2, backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    for rows in (7, 40):
+        tensors = operands(rows, 32, 24, dtype=torch.bfloat16, device=device)
+        assert torch.equal(compiled(*tensors), norm_linear(*tensors, eps=EPS, backend="triton") * 2)
+
+
+def test_errors(monkeypatch):
+    x, gain, weight = torch.ones(3, 8), torch.ones(8), torch.ones(4, 8)
+    for match, error, make in (
+        (r"weight must be \[N, 8\]; got \(4, 7\)", ValueError, lambda: norm_linear(x, gain, weight[:, :7])),
+        (r"gain must be \[8\]", ValueError, lambda: norm_linear(x, gain[:7], weight)),
+        (r"bias must be \[4\]", ValueError, lambda: norm_linear(x, gain, weight, gain)),
+        ("weight must be of x's dtype", TypeError, lambda: norm_linear(x, gain, weight.double())),
+        ("x must be float16", TypeError, lambda: norm_linear(x.int(), gain, weight)),
+        ("gain must be floating", TypeError, lambda: norm_linear(x, gain.int(), weight)),
+        ("eps must be positive; got 0", ValueError, lambda: norm_linear(x, gain, weight, eps=0)),
+    ):
+        with pytest.raises(error, match=match):
+            make()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match=r"float16 and bfloat16; got torch\.float32"):
+        norm_linear(x, gain, weight, backend="triton")
+    with pytest.raises(RuntimeError, match="multiples of 8; got 8 and 4"):
+        norm_linear(x.half(), gain, weight.half(), backend="triton")
+    assert dispatch.why("norm_linear", x).backend == "reference"
