@@ -2,9 +2,11 @@
 
 import importlib.util
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import documents
+import drawings
 import pytest
 from gem_train import recipes
 from gem_train.cli.parser import parser
@@ -93,3 +95,22 @@ def test_a_block_is_left_out_only_for_a_known_reason(tmp_path):
     page.write_text("<!-- not run: I do not feel like it -->\n\n```sh\nfalse\n```\n")
     with pytest.raises(ValueError, match="unknown reason"):
         documents.blocks(page)
+
+
+TECHNIQUES = [page for page in sorted(ROOT.glob("docs/techniques/*.md")) if page.name != "README.md"]
+
+
+@pytest.mark.parametrize("page", TECHNIQUES, ids=name)
+def test_a_technique_says_where_what_was_measured_and_what_differs(page):
+    text = page.read_text()
+    headings = re.findall(r"^## (.*)", text, flags=re.MULTILINE)
+    assert headings == ["Where it lives", "What was measured", "What differs, and why"]
+    assert f"({page.name})" in (page.parent / "README.md").read_text()
+
+
+def test_diagrams_are_those_of_the_script():
+    drawn = {f"docs/figures/{name}": draw().svg() for name, draw in drawings.DRAWINGS.items()}
+    assert drawn
+    for path, svg in drawn.items():
+        assert (ROOT / path).read_text() == svg, f"{path} is out of date; run python tools/drawings.py"
+        ElementTree.fromstring(svg)
