@@ -12,9 +12,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from gem_train.errors import UserError
 
@@ -47,17 +47,30 @@ class JsonLines:
             self._file = None
 
 
+class Listener(Protocol):
+    """Hears of metrics as they are written; see `gem_train.sinks`."""
+
+    def log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """A point of the curve."""
+
+    def close(self) -> None:
+        """There are no more."""
+
+
 class Events:
     """The two logs of one run. Ranks that do not write pass `folder=None`: every call then does nothing."""
 
     def __init__(self, folder: Path | None) -> None:
         self._metrics = JsonLines(folder / "metrics.jsonl") if folder else None
         self._events = JsonLines(folder / "events.jsonl") if folder else None
+        self.sinks: Listener | None = None  # hears of every point of the curve, too
 
     def metric(self, kind: str, step: int, **values: Any) -> None:
         """A point of the training curve: kind "step" or "eval"."""
         if self._metrics:
             self._metrics.write(kind=kind, step=step, **values)
+        if self.sinks is not None:
+            self.sinks.log(kind, step, values)
 
     def message(self, name: str, **values: Any) -> None:
         """Something worth remembering that has no duration."""
@@ -75,7 +88,9 @@ class Events:
                 self._events.write(span=name, at=start, seconds=time.perf_counter() - clock, **values)
 
     def close(self) -> None:
-        """Close both files."""
+        """Close both files and the sinks."""
+        if self.sinks is not None:
+            self.sinks.close()
         for log in (self._metrics, self._events):
             if log:
                 log.close()

@@ -18,6 +18,7 @@ from gem_model.baselines import ConstantRate, LogisticRegression
 from gem_model.ranker import Ranker
 from gem_parallel import PeerLostError, Runtime, start
 
+from gem_train import sinks
 from gem_train.assemble import assemble, build_gem, describe
 from gem_train.config import RunConfig
 from gem_train.data import Data, without_history
@@ -78,6 +79,8 @@ def execute(
                 step = trainer.resume()
                 _on_main(runtime, lambda: truncate(run.metrics_file, step))
                 progress.note(f"resumed at step {step} of {trainer.total}")
+            if config.train.sinks:  # on rank 0 alone, but all hear of what is wrong
+                _on_main(runtime, lambda: setattr(events, "sinks", sinks.make(config.train.sinks, run, config)))
             if runtime.is_main:
                 write_json(run.model_file, describe(trainer))
             events.message("start", step=trainer.position.step, total=trainer.total, world=runtime.world)
