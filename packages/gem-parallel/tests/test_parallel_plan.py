@@ -241,7 +241,9 @@ def test_exit_status(tmp_path, capsys):
 
 
 def test_planning_needs_no_torch():
-    code = "import sys, gem_parallel.planning.planner, gem_parallel.planning.simulator; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, gem_parallel.planning.planner, gem_parallel.planning.simulator; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

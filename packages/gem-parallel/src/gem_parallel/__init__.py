@@ -13,9 +13,14 @@ from gem_parallel.__about__ import __version__
 if TYPE_CHECKING:
     from gem_parallel.checkpoint.export import ExportError, export_tables
     from gem_parallel.checkpoint.save import Checkpointer, CheckpointError, PerRank
-    from gem_parallel.config import ParallelConfig, RowWiseAdagrad, SparseSGD
+    from gem_parallel.comm.exposed import Exposed
+    from gem_parallel.comm.fsdp import Payload
+    from gem_parallel.config import CommConfig, MemoryConfig, ParallelConfig, RowWiseAdagrad, SparseSGD
     from gem_parallel.dense.mesh import make_mesh
     from gem_parallel.dense.optimizer import load_optimizer_state, optimizer_groups, optimizer_state
+    from gem_parallel.memory.plan import MemoryPlan
+    from gem_parallel.memory.profile import declare_cost
+    from gem_parallel.memory.quantise import Quantiser
     from gem_parallel.parallel import ParallelModel, parallelize
     from gem_parallel.planning.planner import NothingFitsError, Plan, plan
     from gem_parallel.planning.simulator import Disturbance, Simulation, curve_table, scaling_curve, simulate
@@ -28,11 +33,18 @@ _HOME = {
     "Checkpointer": "checkpoint.save",
     "CheckpointError": "checkpoint.save",
     "PerRank": "checkpoint.save",
+    "CommConfig": "config",
+    "MemoryConfig": "config",
     "ParallelConfig": "config",
     "RowWiseAdagrad": "config",
     "SparseSGD": "config",
     "ExportError": "checkpoint.export",
     "export_tables": "checkpoint.export",
+    "Exposed": "comm.exposed",
+    "Payload": "comm.fsdp",
+    "MemoryPlan": "memory.plan",
+    "Quantiser": "memory.quantise",
+    "declare_cost": "memory.profile",
     "make_mesh": "dense.mesh",
     "load_optimizer_state": "dense.optimizer",
     "optimizer_groups": "dense.optimizer",
@@ -62,17 +74,23 @@ _HOME = {
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "CommConfig",
     "Disturbance",
     "ExportError",
+    "Exposed",
     "LayerSpec",
+    "MemoryConfig",
+    "MemoryPlan",
     "ModelSpec",
     "NothingFitsError",
     "ParallelConfig",
     "ParallelModel",
+    "Payload",
     "PeerLostError",
     "PerRank",
     "Plan",
     "Profile",
+    "Quantiser",
     "RowWiseAdagrad",
     "Runtime",
     "Simulation",
@@ -82,6 +100,7 @@ __all__ = [
     "Topology",
     "__version__",
     "curve_table",
+    "declare_cost",
     "export_tables",
     "init_tables",
     "load_optimizer_state",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 TABLE_SHARDINGS = ("auto", "table_wise", "row_wise", "column_wise")
 TABLE_STRATEGIES = ("v1", "v2", "v3")
 TABLE_EXCHANGES = ("fp32", "fp16", "bf16")
 PRECISIONS = ("fp32", "bf16")
+COLLECTIVES = ("default", "auto", "copy_engine")
+MEMORY_POLICIES = ("keep", "full", "uniform", "regions")
+MEMORY_ENGINES = ("eager", "compile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,87 @@ class SparseSGD:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What is kept of the activations between forward and backward; the default is plain autograd.
+
+    Attributes:
+        policy: "keep" everything; recompute in "full" what lies between the regions' inputs; or recompute what is
+            cheapest so that the regions keep within a budget, the same share of each ("uniform") or given out by
+            seconds saved per byte ("regions"). The latter two measure during the first two steps.
+        budget: share of the bytes that the regions keep without recomputation.
+        budget_gib: the budget in GiB instead; 0: `budget` holds.
+        engine: "eager" keeps single operators' results; "compile" compiles each region, and torch's partitioner keeps
+            to its budget.
+        regions: patterns of the units that are regions.
+        quantise: "none", or "fp8": large floating-point tensors are stored as FP8 (or by the quantiser handed to
+            `parallelize`) and dequantised for the operator that needs them. Gradients become approximate.
+        quantise_block: elements per scale; 0: one scale per row.
+        quantise_min_kib: smaller tensors are left alone.
+        exclude: patterns of module names or classes, case ignored, inside which nothing is quantised or moved.
+        offload_min_mib: tensors from this size on wait in host memory; 0: none.
+        plan_file: where the plan is kept: read when it exists, else written.
+    """
+
+    policy: str = "keep"
+    budget: float = 1.0
+    budget_gib: float = 0.0
+    engine: str = "eager"
+    regions: tuple[str, ...] = ("*",)
+    quantise: str = "none"
+    quantise_block: int = 0
+    quantise_min_kib: float = 1024.0
+    exclude: tuple[str, ...] = ("*norm*", "*attention*")
+    offload_min_mib: float = 0.0
+    plan_file: str = ""
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("policy", MEMORY_POLICIES), ("engine", MEMORY_ENGINES), ("quantise", ("none", "fp8"))):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"MemoryConfig.{key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
+        if not 0 <= self.budget <= 1:
+            raise ValueError(f"MemoryConfig.budget must be in [0, 1], got {self.budget!r}")
+        for key in ("budget_gib", "quantise_block", "quantise_min_kib", "offload_min_mib"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"MemoryConfig.{key} must be >= 0, got {getattr(self, key)!r}")
+
+    @property
+    def works(self) -> bool:
+        """Whether it asks for anything."""
+        return self.policy != "keep" or self.engine != "eager" or self.quantise != "none" or self.offload_min_mib > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    """Which collectives move parameters, gradients and the tables of "v3"; `ParallelModel.why()` says what came of it.
+
+    Attributes:
+        all_gather: "default" (NCCL or gloo); "copy_engine" (inside a host of cards that reach one another's memory,
+            copies that need no SM; elsewhere the default, which is said once); "auto" (the same without a word).
+        reduce_scatter: "default"; "auto" (in the switches where the fabric reduces, else the default); "copy_engine"
+            (copies without SMs, and each rank sums its own part).
+        reduce_scatter_ctas: at most so many of NCCL's thread blocks for the reduce-scatter, each of which takes an SM
+            from the backward pass; 0: NCCL decides.
+        windows: how many windows of each size the copies take in turn; at least `prefetch` + 2.
+    """
+
+    all_gather: str = "default"
+    reduce_scatter: str = "default"
+    reduce_scatter_ctas: int = 0
+    windows: int = 4
+
+    def __post_init__(self) -> None:
+        for key in ("all_gather", "reduce_scatter"):
+            if getattr(self, key) not in COLLECTIVES:
+                raise ValueError(
+                    f"CommConfig.{key} must be one of {', '.join(COLLECTIVES)}, got {getattr(self, key)!r}"
+                )
+        if self.reduce_scatter_ctas < 0:
+            raise ValueError(f"CommConfig.reduce_scatter_ctas must be >= 0, got {self.reduce_scatter_ctas}")
+        if self.windows < 2:
+            raise ValueError(f"CommConfig.windows must be >= 2, got {self.windows}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How a model is laid out over the ranks.
 
@@ -73,6 +157,8 @@ class ParallelConfig:
         prefetch: units whose parameters are gathered ahead of their turn, in forward and backward; the model's units
             must be named in the order of its forward. 0 leaves it to FSDP2, which gathers the next one as soon as the
             host has come so far.
+        memory: what is kept of activations.
+        comm: which collectives move what.
         batch_size: samples per rank, which the planner uses to estimate cost; it does not change results.
     """
 
@@ -90,6 +176,8 @@ class ParallelConfig:
     experts: int = 1
     table_exchange: str = "fp32"
     prefetch: int = 0
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
 
     def __post_init__(self) -> None:
         if self.table_strategy not in TABLE_STRATEGIES:

@@ -10,10 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from gem_parallel.comm.apply import Collectives
+from gem_parallel.comm.fsdp import Payload
 from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad, SparseSGD
 from gem_parallel.dense.expert import find_ensembles, is_elsewhere, make_expert_mesh, spread_experts
 from gem_parallel.dense.mesh import make_mesh
 from gem_parallel.dense.units import clip_by_global_norm, find_unit, place_dense, reshard, set_prefetch, shard_dense
+from gem_parallel.memory.quantise import Quantiser
+from gem_parallel.memory.regions import Regions
 from gem_parallel.planning.topology import Topology
 from gem_parallel.runtime import Runtime
 from gem_parallel.shards import global_shape, local_shards
@@ -53,6 +57,8 @@ class ParallelModel:
         copied: CopiedTables | None = None,
         sparse_scale: float = 1.0,
         ensembles: Sequence[str] = (),
+        memory: Regions | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         self.runtime = runtime
         self.mesh = mesh
@@ -64,6 +70,8 @@ class ParallelModel:
         self.copied = copied  # the engine of table_strategy "v2"
         self._sparse_scale = sparse_scale
         self._ensembles = tuple(ensembles)
+        self.collectives = collectives
+        self.memory = memory  # the engine of ParallelConfig.memory; its `plan` prints as a table
 
     @property
     def module(self) -> nn.Module:
@@ -82,6 +90,8 @@ class ParallelModel:
                 self.fully_sharded.prefetch()
             elif self.copied is not None:
                 self.copied.begin()
+            if self.memory is not None and self._dmp.training and torch.is_grad_enabled():
+                self.memory.begin()
             return self._dmp(*args, **kwargs)
 
     def named_dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -195,6 +205,13 @@ class ParallelModel:
         ]
         return {"weights": sum(flat_weights(k).nbytes for k in found), "moments": sum(moments), "working": 0}
 
+    def why(self) -> str:
+        """Which collectives move what and why, and what the regions keep of their activations."""
+        lines = [self.collectives.why() if self.collectives is not None else ""]
+        if self.memory is not None:
+            lines.append(str(self.memory.plan or "activations: no plan yet (or none is needed)"))
+        return "\n".join(filter(None, lines))
+
     def describe(self) -> list[TableShard]:
         """The sharding plan, a row per block; `print(*parallel.describe(), sep="\\n")` is readable."""
         return list(self._shards)
@@ -210,6 +227,8 @@ def parallelize(
     units: Sequence[str] = (),
     precision: str = "fp32",
     topology: Topology | None = None,
+    quantiser: Quantiser | None = None,
+    payload: Payload | None = None,
 ) -> ParallelModel:
     """Spread `model` over the ranks of `runtime`. The model is changed in place; use the result from then on.
 
@@ -229,6 +248,8 @@ def parallelize(
         precision: "fp32", or "bf16": the units gather and compute in bfloat16 (their floating-point inputs are cast,
             also inside dataclasses) with float32 master weights and reductions. With autocast, leave it "fp32".
         topology: the machine, for the planner; detected by default.
+        payload: how parameters travel in all-gathers, instead of as they are; the units compute with what it unpacks.
+        quantiser: of saved activations, in place of the plain FP8 one, when config.memory quantises.
 
     Raises:
         ValueError: a role that is missing, unknown or contradicts the modules; a shard_group that does not divide the
@@ -258,13 +279,29 @@ def parallelize(
             order = shard_dense(dmp.module, tables, units, mesh, precision, experts, expert_mesh)
             if config.prefetch:
                 set_prefetch(dmp.module, units, config.prefetch)
+    regions: Regions | None = None
+    if config.memory.works:
+        regions = Regions(
+            dmp.module,
+            units,
+            config.memory,
+            quantiser=quantiser,
+            agree=lambda plan: runtime.gather(plan, "the memory plan")[0],
+        )
+    collectives = Collectives(config.comm, runtime)
+    if mesh is not None:
+        collectives.install(dmp.module.modules(), payload)
+    elif payload is not None:
+        raise ValueError("a payload was handed in, but nothing is sharded in a world of one with precision fp32")
     init_tables(dmp.module, config.table_seed, config.table_std)
     fully_sharded = copied = None
     shards = plan_rows(plan)
     if groups is not None:
         split = {name: dmp.module.get_submodule(name) for name in table_modules}
         if config.table_strategy == "v3":
-            fully_sharded = FullyShardedTables(split, groups, sparse, runtime)
+            fully_sharded = FullyShardedTables(
+                split, groups, sparse, runtime, collectives.table_gather(groups.copies_group)
+            )
             shards = fully_sharded.rows(plan)
         else:
             copied = CopiedTables(split.values(), groups, config.table_sync_every)
@@ -281,6 +318,8 @@ def parallelize(
         copied=copied,
         sparse_scale=moment_scale(sparse, config),
         ensembles=ensembles,
+        memory=regions,
+        collectives=collectives,
     )
 
 

@@ -14,7 +14,7 @@ the end of backward and waited for before the next lookup: it overlaps the dense
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.distributed.types import ShardingPlan
 
+from gem_parallel.comm.tables import DefaultTableGather, TableGather
 from gem_parallel.config import RowWiseAdagrad, SparseSGD
 from gem_parallel.runtime import Runtime
 from gem_parallel.sparse.groups import TableGroups, flat_weights, kernels, table_batch
@@ -35,7 +36,7 @@ Block = tuple[torch.Tensor, tuple[int, ...]]  # a part of a tensor, and its corn
 class _Kernel:
     """The tables of one fused kernel: rows [n, dim] one after another, of which this rank owns a slice."""
 
-    def __init__(self, kernel: Any, groups: TableGroups, moments: bool) -> None:
+    def __init__(self, kernel: Any, groups: TableGroups, moments: bool, gather: TableGather) -> None:
         self.module = table_batch(kernel)
         self.tables = list(kernel._config.embedding_tables)
         self.group = groups.copies_group
@@ -58,7 +59,8 @@ class _Kernel:
         )
         self._whole[flat.numel() :].zero_()
         end = self.begin + self.chunk
-        self.weight = self._whole.view(-1, self.dim)[self.begin : end].clone()  # [chunk, dim]
+        self._gather = gather
+        self.weight = gather.place(self._whole.view(-1, self.dim)[self.begin : end].clone())  # [chunk, dim]
         self.moment = self.weight.new_zeros(self.chunk) if moments else None  # [chunk]
         self.holds = "weights"
         self._work: Any = None
@@ -83,7 +85,7 @@ class _Kernel:
         """Start to collect the weights, unless they are there or under way."""
         if self.holds == "nothing":
             self._storage.resize_(self._bytes)
-            self._work = dist.all_gather_into_tensor(self._whole, self.weight.view(-1), self.group, async_op=True)
+            self._work = self._gather.start(self._whole, self.weight)
             self.holds = "weights"
         assert self.holds == "weights"
 
@@ -162,7 +164,9 @@ class FullyShardedTables:
         groups: TableGroups,
         sparse: RowWiseAdagrad | SparseSGD,
         runtime: Runtime,
+        gather: Callable[[], TableGather] | None = None,
     ) -> None:
+        gather = gather or (lambda: DefaultTableGather(groups.copies_group))
         self.lr = sparse.lr
         self._eps = getattr(sparse, "eps", 0.0)
         self._runtime = runtime
@@ -171,7 +175,7 @@ class FullyShardedTables:
         for name, module in modules.items():
             inner = "embedding_bags" if hasattr(module, "embedding_bags") else "embeddings"
             for found in kernels(module):
-                kernel = _Kernel(found, groups, moments)
+                kernel = _Kernel(found, groups, moments, gather())
                 kernel.before_gradient = self._in_backward  # type: ignore[method-assign]
                 self._kernels.append((f"{name}.{inner}", kernel))
         self._queued = False

@@ -1,0 +1,1 @@
+"""`python -m gem_parallel.bench`: what a layout's parts cost on the machine at hand."""

@@ -1,0 +1,172 @@
+"""Memory against step time: no recomputation, full, uniform budgets, budgets per region, with quantised activations.
+
+Every variant trains the same model on the same batch. Its gradients are compared with the unchecked model's first:
+recomputation must give them exactly where the device's kernels repeat themselves (two plain runs show that), FP8 within
+5% of a parameter's norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gem_parallel.bench.results import write
+from gem_parallel.bench.stack import Workload
+from gem_parallel.config import MemoryConfig
+from gem_parallel.memory.regions import MEASURED_STEPS, Regions
+
+FP8_TOLERANCE = 0.05
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the suite."""
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.25, 0.5, 0.75])
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--engines", nargs="+", default=["eager"], choices=("eager", "compile"))
+    parser.add_argument("--only", nargs="+", help="variants whose names contain one of these; none always runs")
+    parser.add_argument("--min-kib", type=float, default=1024.0, help="smaller tensors are not quantised")
+    parser.add_argument(
+        "--workload",
+        default="gem_parallel.bench.stack:workload",
+        help="package.module:function; function(device, batch) -> (model, names of its regions, forward to the loss)",
+    )
+    parser.add_argument("--out", help="JSON file")
+
+
+def variants(budgets: list[float], engine: str, min_kib: float) -> dict[str, MemoryConfig | None]:
+    """What is compared, by name."""
+    more: dict[str, Any] = {"engine": engine, "quantise_min_kib": min_kib}
+    found: dict[str, MemoryConfig | None] = {}
+    if engine == "eager":
+        found["none"] = None
+        found["full"] = MemoryConfig(policy="full", **more)
+        found["fp8 alone"] = MemoryConfig(quantise="fp8", **more)
+        found["full + fp8"] = MemoryConfig(policy="full", quantise="fp8", **more)
+        found["offload"] = MemoryConfig(offload_min_mib=16, **more)
+    else:
+        found["compile: none"] = MemoryConfig(**more)
+    prefix = "" if engine == "eager" else "compile: "
+    for budget in budgets:
+        found[f"{prefix}uniform {budget:g}"] = MemoryConfig(policy="uniform", budget=budget, **more)
+        found[f"{prefix}regions {budget:g}"] = MemoryConfig(policy="regions", budget=budget, **more)
+        found[f"{prefix}regions {budget:g} + fp8"] = MemoryConfig(
+            policy="regions", budget=budget, quantise="fp8", **more
+        )
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row per variant; 1 when a gradient is wrong."""
+    device = torch.device(args.device)
+    make = _find(args.workload)
+    found = {k: v for engine in args.engines for k, v in variants(args.budgets, engine, args.min_kib).items()}
+    if args.only:
+        found = {k: v for k, v in found.items() if k == "none" or any(part in k for part in args.only)}
+    found = {"none": None, **found}
+    reference: list[torch.Tensor] = []
+    rows: list[dict[str, Any]] = []
+    good = True
+    print(f"{'variant':28} {'step ms':>9} {'kept MiB':>9} {'peak MiB':>9} {'against none':>13} {'memory':>7}  error")
+    for name, config in found.items():
+        row, grads, plan = measure(make, device, args.batch, config, args.steps, reference)
+        if not reference:
+            reference = grads
+        exact = config is None or config.quantise == "none"
+        row["variant"] = name
+        compiled = config is not None and config.engine == "compile"
+        limit = FP8_TOLERANCE if not exact or compiled else 1e-3
+        good &= row["error"] <= limit
+        rows.append(row)
+        first = rows[0]
+        print(
+            f"{name:28} {row['ms']:9.2f} {row['kept_mib']:9.0f} {row['peak_mib']:9.0f} "
+            f"{row['ms'] / first['ms'] - 1:+13.1%} {row['kept_mib'] / max(first['kept_mib'], 1e-9):7.2f}  "
+            f"{row['error']:.1e}{'' if row['error'] <= limit else '  WRONG'}",
+            flush=True,
+        )
+        if plan and not name.endswith("fp8"):
+            print("    " + str(plan).splitlines()[0], flush=True)
+    if args.out:
+        write(args.out, "memory", rows, batch=args.batch, workload=args.workload)
+    return 0 if good else 1
+
+
+def measure(
+    make: Callable[[torch.device, int], Workload],
+    device: torch.device,
+    batch: int,
+    config: MemoryConfig | None,
+    steps: int,
+    reference: list[torch.Tensor],
+) -> tuple[dict[str, Any], list[torch.Tensor], Any]:
+    """(the row, gradients of the last step, the plan): median step time, bytes kept by the forward, peak."""
+    gc.collect()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+    model, names, loss = make(device, batch)
+    regions = Regions(model, names, config) if config is not None else None
+
+    def step(seed: int) -> tuple[float, int]:
+        if regions is not None:
+            regions.begin()
+        torch.manual_seed(seed)
+        before = torch.cuda.memory_allocated() if cuda else 0
+        began = _now(cuda)
+        value = loss()
+        kept = (torch.cuda.memory_allocated() if cuda else 0) - before
+        value.backward()
+        return _now(cuda) - began, kept
+
+    for seed in range(MEASURED_STEPS + 2):
+        step(seed)
+        model.zero_grad(set_to_none=True)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        resting = torch.cuda.memory_allocated()
+    took = []
+    for seed in range(steps):
+        model.zero_grad(set_to_none=True)
+        took.append(step(seed))
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    error = 0.0
+    for mine, theirs in zip(grads, reference, strict=bool(reference)):
+        error = max(error, float((mine - theirs).norm() / theirs.norm().clamp(min=1e-12)))
+    row = {
+        "case": f"batch {batch}",
+        "op": "train",
+        "pass": "step",
+        "ms": statistics.median(t for t, _ in took) * 1e3,
+        "kept_mib": took[-1][1] / 2**20,
+        "peak_mib": (torch.cuda.max_memory_allocated() - resting) / 2**20 if cuda else 0.0,
+        "error": error,
+    }
+    if regions is not None and regions.plan is not None:
+        row["plan_kept_mib"] = regions.plan.kept / 2**20
+        row["plan_recomputed_ms"] = regions.plan.seconds * 1e3
+    if not cuda and regions is not None and regions.plan is not None:
+        row["kept_mib"] = row["plan_kept_mib"]
+    return row, [g.detach().clone() for g in grads] if not reference else [], regions and regions.plan
+
+
+def _find(name: str) -> Callable[[torch.device, int], Workload]:
+    module, _, function = name.partition(":")
+    if not function:
+        raise SystemExit(f"--workload {name!r}: expected package.module:function")
+    found: Callable[[torch.device, int], Workload] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _now(cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,44 @@
+"""A plain payload for parameters' all-gathers: FP8 with a scale per block."""
+
+from __future__ import annotations
+
+import torch
+
+from gem_parallel.memory.quantise import FP8_MAX
+
+
+class Fp8Payload:
+    """A flat shard as E4M3 with one float32 scale per block of `block` elements, a quarter of float32's bytes and more.
+
+    Layout of the bytes: data [ceil(n / block) block], then scales [ceil(n / block)] float32. Plain PyTorch; payloads
+    with fused kernels can be handed to `parallelize` instead.
+    """
+
+    def __init__(self, block: int = 128) -> None:
+        if block < 4 or block % 4:
+            raise ValueError(f"Fp8Payload.block must be a positive multiple of 4, got {block}")
+        self.block = block
+
+    def nbytes(self, elements: int, dtype: torch.dtype) -> int:
+        """See Payload."""
+        blocks = -(-elements // self.block)
+        return -(-blocks * (self.block + 4) // 16) * 16
+
+    def pack(self, shard: torch.Tensor, out: torch.Tensor) -> None:
+        """See Payload."""
+        blocks = -(-shard.numel() // self.block)
+        wide = shard.new_zeros((blocks, self.block), dtype=torch.float32)
+        wide.view(-1)[: shard.numel()].copy_(shard)
+        scale = wide.abs().amax(1, keepdim=True) / FP8_MAX
+        scale = torch.where(scale == 0, 1.0, scale)
+        data = blocks * self.block
+        out[:data].copy_((wide / scale).to(torch.float8_e4m3fn).view(torch.uint8).view(-1))
+        out[data : data + 4 * blocks].copy_(scale.view(-1).view(torch.uint8))
+
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
+        """See Payload."""
+        blocks = -(-out.numel() // self.block)
+        data = blocks * self.block
+        wide = packed[:data].view(torch.float8_e4m3fn).float().view(blocks, self.block)
+        scale = packed[data : data + 4 * blocks].clone().view(torch.float32)
+        out.copy_((wide * scale[:, None]).view(-1)[: out.numel()])

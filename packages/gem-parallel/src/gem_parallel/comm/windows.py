@@ -1,0 +1,116 @@
+"""Memory that the ranks of a group read from one another, in windows that are used in turn.
+
+A window is made by all ranks of the group together and stays. Which one a collective uses follows from how many there
+were before it, which is the same on every rank; that it is free is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Window(Protocol):
+    """One rank's view of memory that every rank of the group has."""
+
+    local: torch.Tensor  # uint8 [n], this rank's
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """The same memory of another rank of the group, uint8 [n]."""
+
+    def barrier(self) -> None:
+        """Wait, on the current stream, until every rank has come here."""
+
+
+Make = Callable[[int, Any, torch.device], Window]
+
+
+class CudaWindow:
+    """A window in torch's symmetric memory."""
+
+    def __init__(self, nbytes: int, group: Any, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.local = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        self._handle = symmetric.rendezvous(self.local, group)
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """See Window."""
+        buffer: torch.Tensor = self._handle.get_buffer(rank, (self.local.numel(),), torch.uint8)
+        return buffer
+
+    def barrier(self) -> None:
+        """See Window."""
+        self._handle.barrier()
+
+
+class Ring:
+    """Windows of every size, `depth` of each, in turn."""
+
+    def __init__(self, group: Any, depth: int, make: Make = CudaWindow) -> None:
+        self.group, self.depth, self._make = group, depth, make
+        self._windows: dict[int, list[Window]] = {}
+        self._turn: dict[int, int] = {}
+        self._used: dict[int, StorageWeakRef] = {}
+        self._home: dict[int, Window] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all windows on this rank."""
+        return sum(w.local.nbytes for windows in self._windows.values() for w in windows)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor in the next window of its size.
+
+        Raises:
+            RuntimeError: whoever took that window before still holds its tensor.
+        """
+        elements = 1
+        for size in shape:
+            elements *= int(size)
+        nbytes = max(16, -(-elements * dtype.itemsize // 16) * 16)
+        windows = self._windows.setdefault(nbytes, [])
+        turn = self._turn.get(nbytes, 0)
+        index = turn % self.depth
+        if index == len(windows):
+            windows.append(self._make(nbytes, self.group, device))
+        window = windows[index]
+        key = window.local.data_ptr()
+        before = self._used.get(key)
+        if before is not None and not before.expired():
+            raise RuntimeError(
+                f"all {self.depth} windows of {nbytes} bytes are in use: more collectives are under way than "
+                "CommConfig.windows provides for; raise it (the prefetch depth plus two)"
+            )
+        self._turn[nbytes] = turn + 1
+        # A storage of its own over the same memory: it ends with the last tensor of this use, whoever holds it.
+        storage = torch._C._construct_storage_from_data_pointer(key, window.local.device, nbytes)
+        tensor = torch.empty(0, dtype=dtype, device=window.local.device).set_(storage)  # type: ignore[call-overload]
+        tensor = tensor[:elements].view(shape)
+        self._used[key], self._home[key] = StorageWeakRef(storage), window
+        return tensor
+
+    def window(self, tensor: torch.Tensor) -> Window:
+        """The window that `take` gave the tensor from."""
+        return self._home[tensor.untyped_storage().data_ptr()]
+
+
+def pull(window: Window, output: torch.Tensor, nbytes: int, group: Any, *, whole: bool) -> None:
+    """Gather `nbytes` bytes of every rank into output, size x nbytes bytes in the order of ranks.
+
+    With `whole`, output is this rank's window itself and every rank's part lies at its place there; else a window holds
+    its rank's part alone. Copies start with the next rank, so that no card is read by all at once.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    flat = output.view(-1).view(torch.uint8)
+    window.barrier()  # everyone has written its part
+    for step in range(whole, size):
+        other = (rank + step) % size
+        begin = other * nbytes
+        source = window.peer(other)[begin : begin + nbytes] if whole else window.peer(other)[:nbytes]
+        flat[begin : begin + nbytes].copy_(source)
+    window.barrier()  # everyone has read

@@ -1,0 +1,116 @@
+"""Regions under torch.compile, each with a budget of its own for the partitioner.
+
+Where torch has `torch.autograd.graph.region_activation_memory_budget`, the budget is an annotation of the traced
+region; before, `torch._functorch.config.activation_memory_budget` is patched around the region's compilation. Either
+way a region is compiled from a code object of its own: Dynamo keeps compiled code by code object, and equal blocks
+would otherwise share the first one's budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gem_parallel.memory.profile import Curve, Point, count_saved, tensor_bytes
+from gem_parallel.memory.recompute import Function
+
+BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_number = itertools.count()
+
+
+def has_region_api() -> bool:
+    """Whether this torch can annotate a region with its budget."""
+    return hasattr(torch.autograd.graph, "region_activation_memory_budget")
+
+
+def compile_region(function: Function, budget: float, backend: str = "inductor") -> Function:
+    """`function`, compiled so that its backward keeps about `budget` of what it would keep by default.
+
+    Raises:
+        ValueError: a budget outside [0, 1].
+    """
+    if not 0 <= budget <= 1:
+        raise ValueError(f"a region's activation budget must be in [0, 1], got {budget}")
+    if has_region_api():
+
+        def region(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.region_activation_memory_budget(budget):
+                return function(*args, **kwargs)
+    else:
+
+        def region(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    assert isinstance(region, FunctionType)
+    region.__code__ = region.__code__.replace(co_name=f"region_{next(_number)}")
+    compiled = torch.compile(region, backend=backend)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with functorch_config.patch(activation_memory_budget=budget):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def measure(
+    region: str,
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    module: nn.Module,
+    budgets: Sequence[float] = BUDGETS,
+    repeats: int = 3,
+    backend: str = "inductor",
+) -> tuple[Curve, dict[float, Function]]:
+    """A compiled region's curve from runs on its real inputs, and the compiled functions by budget.
+
+    A budget that keeps as much as a faster one is no point of the curve. Parameters' gradients are left alone.
+    """
+    inputs = tensor_bytes((args, kwargs))
+    compiled = {budget: compile_region(function, budget, backend) for budget in budgets}
+    times: dict[float, float] = {}
+    kept: dict[float, int] = {}
+    forward_s = 0.0
+    for budget, call in compiled.items():
+        kept[budget] = max(count_saved(call, args, kwargs, module), inputs if budget == 0 else 0)
+        took = [_step(call, args, kwargs, module) for _ in range(1 + repeats)][1:]  # the first one compiles backward
+        times[budget] = min(whole for whole, _ in took)
+        forward_s = min(forward for _, forward in took)
+    fastest = min(times.values())
+    points: list[Point] = []
+    for budget in sorted(budgets, key=lambda b: (kept[b], times[b])):
+        point = Point(kept=kept[budget], seconds=times[budget] - fastest, names=None, budget=budget)
+        if not points or point.seconds < points[-1].seconds:
+            points.append(point)
+    return Curve(region=region, points=tuple(points), forward_s=forward_s), compiled
+
+
+def _step(call: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], module: nn.Module) -> tuple[float, float]:
+    """Seconds of forward and backward, and of the forward alone."""
+
+    def leaf(value: Any) -> Any:
+        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+    args, kwargs = tree_map(leaf, (args, dict(kwargs)))
+    began = _now()
+    out = call(*args, **kwargs)
+    middle = _now()
+    outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    wanted = [t for t in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(t, torch.Tensor)]
+    wanted = [t for t in wanted if t.requires_grad]
+    torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+    return _now() - began, middle - began
+
+
+def _now() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,162 @@
+"""How a tensor is kept for backward: as it is, quantised, in host memory; decided tensor by tensor.
+
+The same object serves plain autograd (as `torch.autograd.graph.saved_tensors_hooks`), selective recomputation and the
+inputs of recomputed regions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gem_parallel.memory.offload import HostCopy, HostStore
+from gem_parallel.memory.quantise import Quantiser
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_WEIGHT_DEPTH = 6  # views and casts between a parameter and what an operator saves of it
+
+
+class _Kept:
+    """A tensor in its small form."""
+
+    __slots__ = ("__weakref__", "host", "packed")
+
+    def __init__(self, packed: Any, host: HostCopy | None) -> None:
+        self.packed, self.host = packed, host
+
+
+class Keeper:
+    """Packs what is worth it.
+
+    Quantised or offloaded are floating-point activations of at least `min_bytes` (`offload_bytes`). Left alone are
+    parameters, views and casts of them, buffers (`leave`), tensors that repeat themselves in memory (expanded ones),
+    and everything inside `exactly()`. One tensor that several operators save is packed once.
+    """
+
+    def __init__(self, quantiser: Quantiser | None, *, min_bytes: int, offload_bytes: int = 0) -> None:
+        self.quantiser = quantiser
+        self.min_bytes = min_bytes
+        self.offload_bytes = offload_bytes  # 0: never
+        self.host = HostStore()
+        self.leave: set[int] = set()  # storages that are no activations
+        self.seen = self.saved = 0  # bytes that came to be packed, bytes that remained of them on the device
+        self._exact = 0
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Kept]]] = {}
+
+    @property
+    def works(self) -> bool:
+        """Whether anything would be packed."""
+        return self.quantiser is not None or self.offload_bytes > 0
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Nothing is packed inside."""
+        self._exact += 1
+        try:
+            yield
+        finally:
+            self._exact -= 1
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What is kept instead of `tensor`; itself when it is left alone."""
+        if self._exact or not self._eligible(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        key = (
+            storage._cdata,
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor._version,
+        )
+        known = self._known.get(key)
+        if known is not None and not known[0].expired():  # else the address belongs to another tensor by now
+            kept = known[1]()
+            if kept is not None:
+                return kept
+        kept = self._small(tensor.detach())
+        self._known[key] = (StorageWeakRef(storage), weakref.ref(kept, lambda _: self._known.pop(key, None)))
+        return kept
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """The tensor again: a copy that nothing but the caller holds, unless it was left alone."""
+        if not isinstance(kept, _Kept):
+            tensor: torch.Tensor = kept
+            return tensor
+        packed = kept.packed
+        if kept.host is not None:
+            moved = kept.host.take()
+            if packed is None:
+                return moved[0]
+            packed = packed.with_tensors(*moved)
+        assert self.quantiser is not None
+        return self.quantiser.unpack(packed)
+
+    def _small(self, tensor: torch.Tensor) -> _Kept:
+        self.seen += tensor.nbytes
+        quantised = self.quantiser is not None and tensor.nbytes >= self.min_bytes
+        packed = self.quantiser.pack(tensor) if self.quantiser is not None and quantised else None
+        if not self.offload_bytes or tensor.nbytes < self.offload_bytes:
+            assert packed is not None
+            self.saved += int(packed.nbytes)
+            return _Kept(packed, None)
+        if packed is None:
+            return _Kept(None, self.host.put((tensor.contiguous(),)))
+        if not hasattr(packed, "with_tensors"):
+            raise TypeError(
+                f"{type(self.quantiser).__name__} packs into {type(packed).__name__}, which has no tensors() and "
+                "with_tensors(); what is to wait in host memory needs them"
+            )
+        return _Kept(packed.with_tensors(*(None for _ in packed.tensors())), self.host.put(packed.tensors()))
+
+    def _eligible(self, tensor: torch.Tensor) -> bool:
+        sizes = [size for size in (self.min_bytes if self.quantiser else 0, self.offload_bytes) if size]
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.dtype in _FLOATS
+            and tensor.layout is torch.strided
+            and tensor.nbytes >= min(sizes, default=1 << 62)
+            and tensor.nbytes <= tensor.untyped_storage().nbytes()
+            and tensor.untyped_storage()._cdata not in self.leave
+            and not _is_weight(tensor)
+        )
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a parameter seen through views and casts (such as autocast's)."""
+    if isinstance(tensor._base, nn.Parameter):
+        return True
+    function: Any = tensor.grad_fn
+    for _ in range(_WEIGHT_DEPTH):
+        if function is None:
+            return False
+        if hasattr(function, "variable"):  # AccumulateGrad
+            return isinstance(function.variable, nn.Parameter)
+        parents = [parent for parent, _ in function.next_functions if parent is not None]
+        if len(parents) != 1 or not function.name().startswith(_SHAPING):
+            return False
+        function = parents[0]
+    return False
+
+
+_SHAPING = (
+    "TBackward",
+    "Transpose",
+    "View",
+    "ToCopy",
+    "Permute",
+    "Unsafe",
+    "Reshape",
+    "Slice",
+    "Select",
+    "Alias",
+    "Squeeze",
+    "Unsqueeze",
+)

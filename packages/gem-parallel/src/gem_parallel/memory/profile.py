@@ -1,0 +1,232 @@
+"""What a region costs: the seconds and bytes of its operators, and the curve of seconds recomputed against bytes kept.
+
+Operators are timed where they run, custom ones included. Where nothing can be timed (a plan without the device), a
+custom operator is counted by what `declare_cost` says of it, and torch's partitioner, too, sees those FLOPs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from gem_parallel.memory.allocate import Option, hull
+from gem_parallel.memory.recompute import Function, OpNames, may_be_kept, watched
+
+POINTS = 16  # of a curve
+
+_BYTES: dict[Any, Callable[..., float]] = {}
+
+
+def declare_cost(op: Any, *, flops: Callable[..., float], nbytes: Callable[..., float] | None = None) -> None:
+    """Tell the solvers what a custom operator costs.
+
+    Args:
+        op: a `torch.library` operator (`torch.ops.lib.name` or what `torch.library.custom_op` returned).
+        flops: FLOPs from the operator's arguments, tensors given as their shapes (torch.Size), and `out_shape`, as
+            for `torch.utils.flop_counter.register_flop_formula`, where it is registered.
+        nbytes: bytes that it reads and writes, from the arguments themselves; by default its inputs and outputs.
+
+    Raises:
+        TypeError: not an operator.
+    """
+    packet = getattr(op, "_opoverload", op)
+    packet = getattr(packet, "overloadpacket", packet)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        raise TypeError(f"declare_cost: expected a torch.library operator, got {op!r}")
+    if packet in flop_registry:
+        del flop_registry[packet]
+    register_flop_formula(packet)(flops)  # type: ignore[arg-type]
+    if nbytes is not None:
+        _BYTES[packet] = nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Rates for operators that are not timed: seconds = max(flops / tflops, bytes / gbps)."""
+
+    tflops: float = 350.0
+    gbps: float = 3000.0
+
+    def seconds(self, op: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
+        """The roofline of one call."""
+        packet = op.overloadpacket
+        flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0.0
+        if packet in _BYTES:
+            moved = _BYTES[packet](*args, **kwargs)
+        else:
+            moved = sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor))
+        return max(flops / (self.tflops * 1e12), moved / (self.gbps * 1e9))
+
+
+@dataclass
+class OpCost:
+    """One operator of a region: seconds, bytes of its results, and whether these may be kept."""
+
+    name: str
+    seconds: float
+    nbytes: int
+    free: bool
+
+
+class Recorder(TorchDispatchMode):
+    """Times every operator that runs inside; with `machine` given, counts instead (fake tensors will do)."""
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        super().__init__()
+        self._machine = machine
+        self._count = OpNames()
+        self._rows: list[
+            tuple[str, Any, int, Any, bool]
+        ] = []  # name, seconds or a pair of events, bytes, out, keepable
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = self._count.next(op)
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if cuda else None
+        if events:
+            events[0].record()
+        began = time.perf_counter()
+        out = op(*args, **kwargs)
+        took: Any = time.perf_counter() - began
+        if events:
+            events[1].record()
+            took = events
+        if self._machine is not None:
+            took = self._machine.seconds(op, args, kwargs, out)
+        tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        keep = may_be_kept(op) and bool(tensors)
+        version = [(watched(t), t._version) for t in tensors] if keep and self._machine is None else []
+        self._rows.append((name, took, sum(t.nbytes for t in tensors), version, keep))
+        return out
+
+    def costs(self) -> list[OpCost]:
+        """The operators in their order; waits for the device. Results that were changed in place cannot be kept."""
+        found = []
+        for name, took, nbytes, versions, keep in self._rows:
+            if isinstance(took, tuple):
+                took[1].synchronize()
+                took = took[0].elapsed_time(took[1]) * 1e-3
+            unchanged = all(t._version == version for t, version in versions)
+            found.append(OpCost(name, took, nbytes, keep and unchanged))
+        self._rows.clear()
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One way to run a region.
+
+    Attributes:
+        kept: bytes between forward and backward.
+        seconds: what backward recomputes.
+        names: operators whose results are kept; None: everything that autograd saves, nothing is recomputed.
+        budget: for a compiled region, the share that its partitioner may keep.
+    """
+
+    kept: int
+    seconds: float
+    names: tuple[str, ...] | None
+    budget: float = 1.0
+
+    @property
+    def option(self) -> Option:
+        """For the allocation."""
+        return Option(kept=self.kept, seconds=self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A region's Pareto curve.
+
+    Attributes:
+        points: from the fewest bytes (only its inputs) to all of them.
+        forward_s: seconds of its forward pass.
+    """
+
+    region: str
+    points: tuple[Point, ...]
+    forward_s: float = field(default=0.0)
+
+    @property
+    def whole(self) -> int:
+        """Bytes that are kept without recomputation."""
+        return self.points[-1].kept
+
+
+def curve(region: str, costs: list[OpCost], inputs: int, saved: int) -> Curve:
+    """The curve of a region whose operators are `costs`.
+
+    Keeping an operator's results spares its seconds in backward. Operators in the order of seconds per byte: every
+    prefix is the best choice for the bytes that it takes.
+
+    Args:
+        inputs: bytes of the region's inputs, which stay in any case.
+        saved: bytes that autograd saves without recomputation.
+    """
+    total = sum(cost.seconds for cost in costs)
+    order = sorted((c for c in costs if c.free and c.nbytes), key=lambda c: c.nbytes / max(c.seconds, 1e-12))
+    points = [Point(kept=inputs, seconds=total, names=())]
+    names: list[str] = []
+    kept, seconds = inputs, total
+    for cost in order:
+        names.append(cost.name)
+        kept, seconds = kept + cost.nbytes, seconds - cost.seconds
+        if kept >= saved:
+            break  # to keep everything is smaller
+        points.append(Point(kept=kept, seconds=max(seconds, 0.0), names=tuple(names)))
+    points.append(Point(kept=max(saved, inputs), seconds=0.0, names=None))
+    chosen = [points[i] for i in hull([p.option for p in points])]
+    if len(chosen) > POINTS:  # ends and an even choice between them
+        step = (len(chosen) - 1) / (POINTS - 1)
+        chosen = [chosen[round(i * step)] for i in range(POINTS)]
+    return Curve(region=region, points=tuple(chosen), forward_s=total)
+
+
+def tensor_bytes(tree: Any) -> int:
+    """Bytes of the tensors in a pytree, each storage once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _plain_tensors(tree)}.values())
+
+
+def count_saved(function: Function, args: Any, kwargs: Any, module: nn.Module) -> int:
+    """Bytes that autograd would save of `function(*args, **kwargs)` beside `module`'s parameters and buffers.
+
+    The forward runs, but what it saves is dropped at once: it needs no more memory than an evaluation. Generators are
+    left as they were.
+    """
+    own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers()) if _has_storage(t)}
+    found: dict[int, int] = {}
+    alive: list[Any] = []  # storages must not be freed while their addresses are compared
+
+    def pack(tensor: torch.Tensor) -> None:
+        from gem_parallel.memory.keeper import _is_weight
+
+        if _has_storage(tensor) and tensor.untyped_storage()._cdata not in own and not _is_weight(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in found:
+                found[storage._cdata] = storage.nbytes()
+                alive.append(torch.multiprocessing.reductions.StorageWeakRef(storage))
+
+    def unpack(nothing: None) -> torch.Tensor:
+        raise AssertionError("a counting pass has no backward")
+
+    devices = {t.device for t in _plain_tensors((args, kwargs)) if t.is_cuda}
+    with torch.random.fork_rng(list(devices)), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        function(*args, **kwargs)
+    return sum(found.values())
+
+
+def _plain_tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and _has_storage(t)]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided

@@ -1,0 +1,99 @@
+"""Quantisers of saved activations: a plain one for FP8, and the protocol of those that others hand in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+FP8_MAX = 448.0  # of float8_e4m3fn
+
+
+class Quantiser(Protocol):
+    """Turns a floating-point tensor into something smaller, and back into a tensor of its shape and dtype.
+
+    `pack` returns whatever `unpack` understands; its tensors must not alias the input. `nbytes` of the packed form
+    serves reports.
+    """
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The small form."""
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """A contiguous tensor, near the one that was packed."""
+
+
+@dataclass(frozen=True)
+class Fp8Tensor:
+    """x ~ data * scale: data [rows, cols] float8_e4m3fn, scale [rows, 1] float32; x has `shape` and `dtype`."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return self.data.nbytes + self.scale.nbytes
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What an offload has to move."""
+        return self.data, self.scale
+
+    def with_tensors(self, data: torch.Tensor, scale: torch.Tensor) -> Fp8Tensor:
+        """The same with moved tensors."""
+        return Fp8Tensor(data, scale, self.shape, self.dtype)
+
+
+class Fp8Quantiser:
+    """E4M3 with one float32 scale per row of the last dimension, or per block of `block` neighbouring elements.
+
+        scale = max |x| / 448,    data = e4m3(x / scale)
+
+    so that an element x of a block with maximum m comes back within max(|x| / 16, m / 448 / 1024). A block that holds
+    an infinity or NaN comes back as NaN. On CUDA the arithmetic is fused by torch.compile (`fused`), elsewhere it is
+    plain PyTorch.
+    """
+
+    def __init__(self, block: int = 0, *, fused: bool | None = None) -> None:
+        if block < 0:
+            raise ValueError(f"Fp8Quantiser.block must be >= 0 (0: one scale per row), got {block}")
+        self.block = block
+        self._fused = fused
+        self._compiled: tuple[Any, Any] | None = None
+
+    def pack(self, tensor: torch.Tensor) -> Fp8Tensor:
+        """See the class."""
+        last = tensor.shape[-1] if tensor.dim() else 1
+        cols = last
+        if self.block and tensor.numel() % self.block == 0:
+            cols = self.block
+        data, scale = self._functions(tensor)[0](tensor.reshape(-1, cols) if cols else tensor.reshape(0, 1))
+        return Fp8Tensor(data, scale, tensor.shape, tensor.dtype)
+
+    def unpack(self, packed: Fp8Tensor) -> torch.Tensor:
+        """See the class."""
+        whole: torch.Tensor = self._functions(packed.data)[1](packed.data, packed.scale, packed.dtype)
+        return whole.reshape(packed.shape)
+
+    def _functions(self, tensor: torch.Tensor) -> tuple[Any, Any]:
+        fused = tensor.is_cuda if self._fused is None else self._fused
+        if not fused:
+            return _pack, _unpack
+        if self._compiled is None:
+            self._compiled = torch.compile(_pack, dynamic=True), torch.compile(_unpack, dynamic=True)
+        return self._compiled
+
+
+def _pack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [n, c] -> float8 [n, c], float32 [n, 1]
+    wide = rows.float()
+    scale = wide.abs().amax(1, keepdim=True) / FP8_MAX
+    scale = torch.where(scale > 0, scale.clamp(min=math.ldexp(1.0, -126)), torch.where(scale == 0, 1.0, scale))
+    return (wide / scale).to(torch.float8_e4m3fn), scale
+
+
+def _unpack(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (data.float() * scale).to(dtype)

@@ -1,0 +1,186 @@
+"""Selective recomputation of one region, operator by operator, on torch's non-reentrant checkpoint.
+
+The forward pass runs under a dispatch mode that keeps the results of chosen operators; in backward the region runs
+again under a mode that hands those results out instead of computing them. An operator is called by its name and how
+often it has occurred in the region ("aten.mm.default#3"): forward and recomputation count alike.
+
+Random operators come out the same: the checkpoint restores the generators' state before it recomputes, and a random
+operator whose result was kept puts them where they stood after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from gem_parallel.memory.keeper import Keeper
+
+Function = Callable[..., Any]
+
+
+def may_be_kept(op: Any) -> bool:
+    """Whether an operator's results may be kept: they are new memory, and it changes nothing else.
+
+    Casts are left out, because autocast caches those of weights in one pass and not in the other, so that their
+    count may differ; so are operators that only allocate.
+    """
+    schema = op._schema
+    aliases = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+    return not aliases and not schema.name.startswith(_NEVER)
+
+
+_NEVER = ("aten::_to_copy", "aten::empty", "aten::new_empty", "aten::zeros", "aten::ones", "aten::full", "prim::")
+
+
+def watched(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias without the graph, for use inside a dispatch mode, whose version follows writes to the tensor."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+class OpNames:
+    """Names of operators in the order of a run."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def next(self, op: Any) -> str:
+        """The name of this occurrence."""
+        kind = str(op)
+        name = f"{kind}#{self._counts[kind]}"
+        self._counts[kind] += 1
+        return name
+
+
+class _Keep(TorchDispatchMode):
+    """The forward pass: results of the operators called `names` go into `store`."""
+
+    def __init__(self, names: frozenset[str], keeper: Keeper, store: dict[str, Any]) -> None:
+        super().__init__()
+        self.names, self.keeper, self.store, self.count = names, keeper, store, OpNames()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        name = self.count.next(op)
+        if name in self.names and may_be_kept(op):
+            kept = tree_map(lambda t: self._kept(t) if isinstance(t, torch.Tensor) else t, out)
+            self.store[name] = (kept, _shapes(args), _random_state(op, out))
+        return out
+
+    def _kept(self, tensor: torch.Tensor) -> _Entry:
+        own = watched(tensor)
+        return _Entry(self.keeper.pack(own), own._version)
+
+
+class _Entry:
+    """A kept tensor and the version that it had: what is written in place later must not come back unseen."""
+
+    __slots__ = ("kept", "version")
+
+    def __init__(self, kept: Any, version: int) -> None:
+        self.kept, self.version = kept, version
+
+
+class _Reuse(TorchDispatchMode):
+    """The recomputation: what is in `store` is handed out, once."""
+
+    def __init__(self, keeper: Keeper, store: dict[str, Any]) -> None:
+        super().__init__()
+        self.keeper, self.store, self.count = keeper, store, OpNames()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = self.count.next(op)
+        found = self.store.pop(name, None)
+        if found is None:
+            return op(*args, **(kwargs or {}))
+        kept, shapes, random = found
+        if shapes != _shapes(args):
+            raise RuntimeError(
+                f"recomputation took another course than the forward pass: {name} had inputs of {shapes}, now "
+                f"{_shapes(args)}; a region's forward must do the same when it is called again with the same inputs"
+            )
+        if random is not None:
+            _set_random_state(random)
+        return tree_map(lambda e: self._given(e, name) if isinstance(e, _Entry) else e, kept)
+
+    def _given(self, entry: _Entry, name: str) -> torch.Tensor:
+        if isinstance(entry.kept, torch.Tensor) and entry.kept._version != entry.version:
+            raise RuntimeError(f"the result of {name} was kept and then changed in place by the region")
+        return self.keeper.unpack(entry.kept)
+
+
+def recompute(
+    function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: frozenset[str], keeper: Keeper
+) -> Any:
+    """`function(*args, **kwargs)`, of which backward keeps the inputs and the results of the operators `names` only.
+
+    With a keeper that quantises, large floating-point inputs and results are kept in its form, and the recomputation
+    starts from what comes back; gradients flow to the original inputs.
+    """
+    store: dict[str, Any] = {}
+
+    def contexts() -> tuple[Any, Any]:
+        return _Keep(names, keeper, store), _Reuse(keeper, store)
+
+    held = _Inputs(args, kwargs, keeper) if keeper.works else None
+    if held is None:
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def run(held: _Inputs) -> Any:
+        args, kwargs = held.take()
+        return function(*args, **kwargs)
+
+    return checkpoint(run, held, use_reentrant=False, context_fn=contexts)
+
+
+class _Inputs:
+    """A call's inputs: themselves for the forward pass, then their kept forms."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeper: Keeper) -> None:
+        leaves, self._tree = tree_flatten((args, dict(kwargs)))
+        self._keeper = keeper
+        self._first: list[Any] | None = leaves
+        self._kept = [
+            (keeper.pack(leaf), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else (leaf, None)
+            for leaf in leaves
+        ]
+
+    def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves, self._first = self._first, None
+        if leaves is None:
+            leaves = [value if grad is None else self._given(value, grad) for value, grad in self._kept]
+        args, kwargs = tree_unflatten(leaves, self._tree)
+        return args, kwargs
+
+    def _given(self, value: Any, grad: bool) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value
+        return self._keeper.unpack(value).requires_grad_(grad)
+
+
+def _shapes(args: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(leaf.shape) for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor))
+
+
+def _random_state(op: Any, out: Any) -> tuple[torch.device, torch.Tensor] | None:
+    """Where the generator stands after a random operator."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return None
+    tensor = next(leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, torch.Tensor))
+    if tensor.is_cuda:
+        return tensor.device, torch.cuda.get_rng_state(tensor.device)
+    return tensor.device, torch.get_rng_state()
+
+
+def _set_random_state(state: tuple[torch.device, torch.Tensor]) -> None:
+    device, value = state
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(value, device)
+    else:
+        torch.set_rng_state(value)

@@ -1,0 +1,193 @@
+"""The engine: regions of a model whose activations are kept by plan. The first steps measure, the others follow.
+
+While it measures, every region recomputes everything, so that the measurement itself fits where the plan will.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gem_parallel.config import MemoryConfig
+from gem_parallel.memory import compiled
+from gem_parallel.memory.keeper import Keeper
+from gem_parallel.memory.plan import MemoryPlan, make_plan
+from gem_parallel.memory.profile import Curve, Point, Recorder, count_saved, curve, tensor_bytes
+from gem_parallel.memory.quantise import Fp8Quantiser, Quantiser
+from gem_parallel.memory.recompute import Function, recompute
+
+MEASURED_STEPS = 2  # of which the last one counts: the first compiles kernels
+
+
+class Regions:
+    """Made by `parallelize` when ParallelConfig.memory asks for it; wraps the regions' forwards in place.
+
+    Args:
+        model: holds the regions.
+        names: of its modules; those inside others of them are left to them.
+        config: what to do.
+        quantiser: replaces the plain FP8 one.
+        agree: makes all ranks follow one plan (a region that exchanges activations must be run again by all or none).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        config: MemoryConfig,
+        *,
+        quantiser: Quantiser | None = None,
+        agree: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
+    ) -> None:
+        self.config = config
+        self.plan: MemoryPlan | None = None
+        self.curves: dict[str, Curve] = {}
+        chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in config.regions)]
+        outer = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+        if not outer:
+            raise ValueError(
+                f"MemoryConfig.regions = {config.regions} matches none of the model's units {list(names)}; without "
+                "regions there is nothing to plan"
+            )
+        self.names = tuple(outer)
+        if quantiser is None and config.quantise != "none":
+            quantiser = Fp8Quantiser(block=config.quantise_block)
+        self.keeper = Keeper(
+            quantiser if config.quantise != "none" else None,
+            min_bytes=int(config.quantise_min_kib * 1024),
+            offload_bytes=int(config.offload_min_mib * (1 << 20)),
+        )
+        self._agree = agree
+        self._model = model
+        self._steps = 0
+        self._points: dict[str, Point] = {}
+        self._compiled: dict[str, dict[float, Function]] = {}
+        if self.keeper.works:
+            self._exclude(config.exclude)
+        for name in outer:
+            module = model.get_submodule(name)
+            module.forward = _Region(self, name, module)  # type: ignore[method-assign]
+        if config.policy == "keep":
+            self._points = dict.fromkeys(outer, Point(kept=0, seconds=0.0, names=None))
+        elif config.policy == "full" and config.engine == "eager":
+            self._points = dict.fromkeys(outer, Point(kept=0, seconds=0.0, names=()))
+        elif config.plan_file and os.path.exists(config.plan_file):
+            self._follow(MemoryPlan.read(config.plan_file), config.plan_file)
+
+    def begin(self) -> None:
+        """Called before a training forward of the model; makes the plan when enough has been measured."""
+        self.keeper.leave = {b.untyped_storage()._cdata for b in self._model.buffers() if type(b) is torch.Tensor}
+        if self._points:
+            return
+        if self._steps == MEASURED_STEPS:
+            self._make()
+        self._steps += 1
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the plan is still to be made."""
+        return not self._points
+
+    def _make(self) -> None:
+        silent = [name for name in self.names if name not in self.curves]
+        if silent:
+            raise RuntimeError(f"regions {silent} were not called in {MEASURED_STEPS} training steps")
+        config = self.config
+        limit = int(config.budget_gib * (1 << 30)) if config.budget_gib else None
+        curves = [self.curves[name] for name in self.names]
+        plan = self._agree(
+            make_plan(curves, policy=config.policy, engine=config.engine, share=config.budget, limit=limit)
+        )
+        if plan.kept > plan.budget and config.policy != "full":
+            warnings.warn(
+                f"the activation budget of {plan.budget / 2**20:.1f} MiB is below the {plan.kept / 2**20:.1f} MiB that "
+                "the regions keep at least; everything is recomputed",
+                stacklevel=2,
+            )
+        self._follow(plan, "the plan")
+        if config.plan_file:
+            temporary = f"{config.plan_file}.{os.getpid()}"
+            plan.write(temporary)
+            os.replace(temporary, config.plan_file)
+
+    def _follow(self, plan: MemoryPlan, where: str) -> None:
+        got = {row.region: row.point for row in plan.regions}
+        if set(got) != set(self.names) or plan.engine != self.config.engine:
+            raise ValueError(
+                f"{where} is for the regions {sorted(got)} and engine {plan.engine!r}; the model has "
+                f"{sorted(self.names)} and {self.config.engine!r}: remove the file to measure again"
+            )
+        self.plan, self._points = plan, got
+
+    def _exclude(self, patterns: Sequence[str]) -> None:
+        for name, module in self._model.named_modules():
+            for own in (name.lower(), type(module).__name__.lower()):
+                if any(fnmatchcase(own, pattern.lower()) for pattern in patterns):
+                    module.forward = _Exact(self.keeper, module.forward)  # type: ignore[method-assign]
+                    break
+
+    def run(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> Any:
+        """One call of a region in training."""
+        if self.measuring:
+            return self._measure(name, module, function, args, kwargs)
+        point = self._points[name]
+        if self.config.engine == "compile":
+            function = self._compiled_for(name, function, point.budget)
+        if point.names is not None:
+            return recompute(function, args, kwargs, frozenset(point.names), self.keeper)
+        if not self.keeper.works:
+            return function(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(self.keeper.pack, self.keeper.unpack):
+            return function(*args, **kwargs)
+
+    def _compiled_for(self, name: str, function: Function, budget: float) -> Function:
+        known = self._compiled.setdefault(name, {})
+        if budget not in known:
+            known[budget] = compiled.compile_region(function, budget)
+        return known[budget]
+
+    def _measure(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> Any:
+        counts = self._steps == MEASURED_STEPS
+        if self.config.engine == "compile":
+            if counts:
+                self.curves[name], functions = compiled.measure(name, function, args, kwargs, module)
+                self._compiled[name] = functions
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        recorder = Recorder()
+        saved = count_saved(function, args, kwargs, module) if counts else 0
+        out = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (recorder, nullcontext()), **kwargs)
+        costs = recorder.costs()
+        if counts:
+            self.curves[name] = curve(name, costs, tensor_bytes((args, kwargs)), saved)
+        return out
+
+
+class _Region:
+    """The forward of a region."""
+
+    def __init__(self, regions: Regions, name: str, module: nn.Module) -> None:
+        self.regions, self.name, self.module, self.function = regions, name, module, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.module.training or not torch.is_grad_enabled():
+            return self.function(*args, **kwargs)
+        return self.regions.run(self.name, self.module, self.function, args, kwargs)
+
+
+class _Exact:
+    """The forward of a module whose tensors are kept as they are."""
+
+    def __init__(self, keeper: Keeper, function: Function) -> None:
+        self.keeper, self.function = keeper, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.keeper.exactly():
+            return self.function(*args, **kwargs)

@@ -1,0 +1,345 @@
+"""Collectives: the choice for any machine, windows read by the others, payloads, what is exposed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from gem_parallel import CommConfig, Exposed, ParallelConfig, RowWiseAdagrad, SparseSGD, parallelize
+from gem_parallel.comm import apply
+from gem_parallel.comm.apply import Collectives
+from gem_parallel.comm.choice import Capabilities, choose_all_gather, choose_reduce_scatter
+from gem_parallel.comm.fsdp import CopyEngineAllGather, GroupReduceScatter, limited_group
+from gem_parallel.comm.payload import Fp8Payload
+from gem_parallel.comm.tables import CopyEngineTableGather
+from gem_parallel.comm.windows import Ring
+from gem_parallel.selfcheck import compare
+from gem_parallel.testing import UNITS, SmallModel, relative_error, run_ranks, small_batch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+HOPPER = Capabilities(device="cuda", major=9, size=8, peers=True, nccl=(2, 29, 7), symmetric=True)
+
+
+def other(**changes):
+    return Capabilities(**{**HOPPER.__dict__, **changes})
+
+
+# --- the choice
+
+
+@pytest.mark.parametrize(
+    ("has", "how", "reason"),
+    [
+        (HOPPER, "copy engine", "needs torch >= 2.12"),
+        (other(nccl_windows=True), "nccl windows", "NCCL 2.29.7 copies by engine"),
+        (other(nccl_windows=True, nccl=(2, 27, 5)), "copy engine", "peers' windows are read"),
+        (other(device="cpu"), "default", "the device is cpu"),
+        (other(size=1), "default", "a group of one"),
+        (other(major=8), "default", "the card is sm_8x"),
+        (other(one_host=False, size=64), "default", "the group of 64 leaves the host"),
+        (other(peers=False), "default", "do not reach one another's memory"),
+        (other(symmetric=False), "default", "no symmetric memory"),
+    ],
+)
+def test_the_all_gather_follows_the_machine(has, how, reason):
+    for asked in ("auto", "copy_engine"):
+        choice = choose_all_gather(CommConfig(all_gather=asked), has)
+        assert choice.how == how
+        assert reason in str(choice)
+        assert choice.refused == (asked == "copy_engine" and how == "default")
+    assert choose_all_gather(CommConfig(), has).how == "default"
+
+
+def test_tables_are_read_from_windows_also_where_nccl_has_its_own():
+    assert choose_all_gather(CommConfig(all_gather="auto"), other(nccl_windows=True), "tables' all-gather").how == (
+        "copy engine"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "has", "how"),
+    [
+        ({}, other(multicast=True), "default"),
+        ({"reduce_scatter": "auto"}, other(multicast=True), "in switch"),
+        ({"reduce_scatter": "auto"}, HOPPER, "default"),
+        ({"reduce_scatter": "auto", "reduce_scatter_ctas": 4}, HOPPER, "few CTAs"),
+        ({"reduce_scatter_ctas": 4}, HOPPER, "few CTAs"),
+        ({"reduce_scatter_ctas": 4}, other(device="cpu"), "default"),
+        ({"reduce_scatter": "copy_engine"}, HOPPER, "copy engine"),
+        ({"reduce_scatter": "copy_engine"}, other(peers=False), "default"),
+    ],
+)
+def test_the_reduce_scatter_follows_the_machine(asked, has, how):
+    choice = choose_reduce_scatter(CommConfig(**asked), has)
+    assert choice.how == how
+    assert choice.reasons
+    wanted = bool(asked.get("reduce_scatter_ctas")) or asked.get("reduce_scatter") == "copy_engine"
+    assert choice.refused == (wanted and how == "default")
+
+
+def test_settings_that_cannot_be():
+    for wrong in ({"all_gather": "fast"}, {"reduce_scatter": "sharp"}, {"reduce_scatter_ctas": -1}, {"windows": 1}):
+        with pytest.raises(ValueError, match=f"CommConfig.{next(iter(wrong))}"):
+            CommConfig(**wrong)
+
+
+# --- windows, on files that all ranks map
+
+
+class FileWindow:
+    """Stands for symmetric memory: the same reads, writes and barriers, in files."""
+
+    folder = ""
+    made = 0
+
+    def __init__(self, nbytes, group, device):
+        ranks = dist.get_process_group_ranks(group)
+        FileWindow.made += 1
+        names = [f"{FileWindow.folder}/{'-'.join(map(str, ranks))}-{FileWindow.made}-{rank}" for rank in ranks]
+        own = names[ranks.index(dist.get_rank())]
+        self.local = torch.from_file(own, shared=True, size=nbytes, dtype=torch.uint8)
+        self.group = group
+        dist.barrier(group)
+        self._all = [torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8) for name in names]
+
+    def peer(self, rank):
+        return self._all[rank]
+
+    def barrier(self):
+        dist.barrier(self.group)
+
+
+def pretend(folder):
+    """Let this process's groups have what a host of Hopper cards has."""
+    os.makedirs(folder, exist_ok=True)
+    FileWindow.folder = str(folder)
+    apply.CudaWindow = FileWindow
+    Collectives.capabilities = lambda self, group: other(size=dist.get_world_size(group))
+
+
+def through_windows(runtime, folder, config, more):
+    pretend(folder)
+    errors, parallel = compare(runtime, config, steps=6, **more)
+    return errors, parallel.why(), sum(ring.nbytes for ring in parallel.collectives.rings)
+
+
+BOTH = CommConfig(all_gather="copy_engine", reduce_scatter="copy_engine")
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        (ParallelConfig(comm=BOTH, prefetch=1, table_sharding="row_wise"), {}),
+        (
+            ParallelConfig(comm=BOTH, experts=2, table_strategy="v3", table_copies=2, table_sharding="row_wise"),
+            {"experts": 2},
+        ),
+        (
+            ParallelConfig(comm=BOTH, table_strategy="v3", table_copies=2, table_sharding="row_wise"),
+            {"sparse": SparseSGD(lr=0.05)},
+        ),
+    ],
+    ids=["v1", "v3 and experts", "v3 sgd"],
+)  # fmt: skip
+def test_training_through_windows_equals_one_process(tmp_path, config, more):
+    for errors, why, nbytes in run_ranks(2, __file__, "through_windows", tmp_path, tmp_path / "windows", config, more):
+        assert max(errors.values()) < 1e-5
+        assert "parameters' all-gather     copy engine" in why
+        assert "gradients' reduce-scatter  copy engine" in why
+        assert nbytes > 0
+        assert ("tables' all-gather         copy engine" in why) == (config.table_strategy == "v3")
+
+
+def in_turn(runtime, folder):
+    """A ring of two windows: what happens to the third, and what is read when ranks run at different speeds."""
+    FileWindow.folder = str(folder)
+    os.makedirs(folder, exist_ok=True)
+    group = dist.group.WORLD
+    ring = Ring(group, 2, FileWindow)
+    gather = CopyEngineAllGather(ring)
+    found = []
+    for step in range(7):
+        out = gather.allocate((runtime.world * 5,), dtype=torch.float32, device=torch.device("cpu"))
+        mine = out[5 * runtime.rank : 5 * runtime.rank + 5]
+        mine.fill_(100.0 * step + runtime.rank)
+        gather(out, mine, group)
+        found.append(out.clone())
+        del out, mine
+    held = [gather.allocate((10,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="all 2 windows of 48 bytes are in use"):
+        gather.allocate((10,), dtype=torch.float32, device=torch.device("cpu"))
+    view = held[0][3:]
+    held.clear()
+    with pytest.raises(RuntimeError, match="in use"):  # a view holds its window, too
+        ring.take((10,), torch.float32, torch.device("cpu"))
+    del view
+    return found
+
+
+def test_windows_are_taken_in_turn(tmp_path):
+    for found in run_ranks(2, __file__, "in_turn", tmp_path, tmp_path / "windows"):
+        for step, out in enumerate(found):
+            assert out.tolist() == [100.0 * step] * 5 + [100.0 * step + 1] * 5
+
+
+def fractions(runtime, folder):
+    FileWindow.folder = str(folder)
+    os.makedirs(folder, exist_ok=True)
+    gather = CopyEngineTableGather(dist.group.WORLD, FileWindow)
+    fraction = gather.place(torch.full((3, 4), float(runtime.rank)))
+    results = []
+    for _ in range(2):
+        whole = torch.full((runtime.world * 12,), torch.nan)
+        gather.start(whole, fraction).wait()
+        results.append(whole)
+        fraction.add_(10)
+    return results
+
+
+def test_owners_write_where_the_others_read(tmp_path):
+    for first, second in run_ranks(2, __file__, "fractions", tmp_path, tmp_path / "windows"):
+        assert first.tolist() == [0.0] * 12 + [1.0] * 12
+        assert second.tolist() == [10.0] * 12 + [11.0] * 12
+
+
+# --- a group of its own, and the fallback
+
+
+def fallback(runtime):
+    """(errors, warnings, why) where nothing of what is asked for can be had."""
+    comm = CommConfig(all_gather="copy_engine", reduce_scatter_ctas=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        errors, parallel = compare(runtime, ParallelConfig(comm=comm, table_sharding="row_wise"), steps=3)
+    said = [str(w.message) for w in caught if "because" in str(w.message)]
+    group = limited_group(dist.group.WORLD, 2)
+    out = torch.empty(2)
+    GroupReduceScatter(group)(out, torch.arange(4.0), None, op=dist.ReduceOp.SUM)
+    return errors, said, parallel.why(), out
+
+
+def test_a_fallback_is_said_once_and_explained(tmp_path):
+    for rank, (errors, said, why, out) in enumerate(run_ranks(2, __file__, "fallback", tmp_path)):
+        assert max(errors.values()) < 1e-5
+        assert said == [
+            "parameters' all-gather: default, because no copy engine: the device is cpu",
+            "gradients' reduce-scatter: default, because CTAs are limited in NCCL only, not on cpu",
+        ]
+        assert "no copy engine: the device is cpu" in why
+        assert out.tolist() == [[0.0, 2.0], [4.0, 6.0]][rank]
+
+
+# --- payloads
+
+
+class RoundToBf16:
+    """A payload of which one process can compute the same: rounding knows no shards."""
+
+    def nbytes(self, elements, dtype):
+        return 2 * elements
+
+    def pack(self, shard, out):
+        out.copy_(shard.to(torch.bfloat16).view(torch.uint8))
+
+    def unpack(self, packed, out):
+        out.copy_(packed.view(torch.bfloat16))
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Sequential(nn.Linear(11, 9), nn.Tanh()), nn.Linear(9, 3))
+
+
+def with_a_payload(runtime, payload, folder):
+    """Parameters after 20 steps of SGD, and the bytes of an all-gather in and out."""
+    if folder:
+        pretend(folder)
+    model = layers()
+    mesh = init_device_mesh("cpu", (runtime.world,), mesh_dim_names=("shard",))
+    fully_shard(model[2], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    collectives = Collectives(CommConfig(all_gather="copy_engine" if folder else "default"), runtime)
+    collectives.install(model.modules(), payload)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))[4 * runtime.rank : 4 * runtime.rank + 4]
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.full_tensor() for name, p in model.named_parameters()}, collectives.why()
+
+
+@pytest.mark.parametrize("windows", [False, True], ids=["gloo", "windows"])
+def test_a_payload_gives_what_one_process_computes_with_packed_weights(tmp_path, windows):
+    model = layers()
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(params.values(), lr=0.1)
+    for step in range(20):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        rounded = {name: p + (p.to(torch.bfloat16).float() - p).detach() for name, p in params.items()}
+        torch.func.functional_call(model, rounded, (x,)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = str(tmp_path / "windows") if windows else ""
+    for state, why in run_ranks(2, __file__, "with_a_payload", tmp_path, RoundToBf16(), folder):
+        assert f"RoundToBf16 over {'copy engine' if windows else 'default'}" in why
+        for name, param in params.items():
+            assert relative_error(state[name], param.detach()) < 1e-5
+
+
+@pytest.mark.parametrize("elements", [1, 100, 128, 129, 1000])
+def test_the_fp8_payload(elements):
+    payload = Fp8Payload(block=32)
+    shard = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
+    packed = torch.full((payload.nbytes(elements, torch.float32),), 255, dtype=torch.uint8)
+    out = torch.full_like(shard, torch.nan)
+    payload.pack(shard, packed)
+    payload.unpack(packed, out)
+    assert ((out - shard).abs() <= shard.abs() / 16 + shard.abs().max() / 448).all()
+    assert len(packed) <= elements + 4 * (elements // 32 + 1) + 32 + 16
+    with pytest.raises(ValueError, match=r"Fp8Payload\.block"):
+        Fp8Payload(block=3)
+
+
+def fp8_training(runtime):
+    state, _ = with_a_payload(runtime, Fp8Payload(block=16), "")
+    plain, _ = with_a_payload(runtime, None, "")
+    return state, plain
+
+
+def test_fp8_parameters_train_near_the_exact_ones_and_alike_on_all_ranks(tmp_path):
+    (first, plain), (second, _) = run_ranks(2, __file__, "fp8_training", tmp_path)
+    for name in plain:
+        assert torch.equal(first[name], second[name])
+        assert 0 < relative_error(first[name], plain[name]) < 0.05
+
+
+# --- what is exposed
+
+
+def exposed(runtime):
+    model = SmallModel()
+    config = ParallelConfig(table_sharding="row_wise", prefetch=1)
+    parallel = parallelize(model, model.roles(), config, runtime, sparse=RowWiseAdagrad(lr=0.05), units=UNITS)
+    batch = small_batch(0, 16).part(runtime.rank, runtime.world)
+    with Exposed(parallel.module) as meter:
+        (parallel(batch) - batch.target).square().mean().backward()
+    inside = meter.seconds()
+    (parallel(batch) - batch.target).square().mean().backward()
+    return inside, meter.seconds(), str(meter)
+
+
+def test_the_exposed_communication_of_every_unit(tmp_path):
+    for inside, after, text in run_ranks(2, __file__, "exposed", tmp_path):
+        assert set(inside) == {"(root)", *UNITS}
+        assert inside == after  # outside, nothing is measured
+        for unit in UNITS:
+            assert inside[unit]["forward"] > 0
+            assert inside[unit]["reduce"] > 0
+        assert sum(row["backward"] for row in inside.values()) > 0
+        assert "exposed, ms" in text
