@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from gem_train.events import Events, truncate
 from gem_train.metrics import FEW_USERS
 from gem_train.progress import Progress
 from gem_train.run_dir import RunDir, new_path, read_json, write_json
+from gem_train.slicing import by_columns
+from gem_train.slicing import check as check_columns
 from gem_train.trainer import Trainer
 
 # What torch, torchrec and fbgemm say of their own affairs, whatever the user does.
@@ -88,15 +90,20 @@ def execute(
             progress.start(trainer.position.step, trainer.total)
             with _peers(events):
                 trainer.fit()
-                results = test(trainer, data)
+                results = test(trainer, data, ())
             events.message("finished", step=trainer.position.step)
         return Outcome(run=run, results=results)
 
 
-def reevaluate(run: RunDir) -> Outcome:
-    """Test a finished or interrupted run again, from its folder alone."""
+def reevaluate(run: RunDir, *, by: Sequence[str] = ()) -> Outcome:
+    """Test a finished or interrupted run again, from its folder alone; also by the columns `by` (slicing.py).
+
+    Raises UserError for a name that is no column.
+    """
     with reopened(run) as (data, trainer):
-        return Outcome(run=run, results=test(trainer, data))
+        with user_errors("eval"):
+            check_columns(data, by)
+        return Outcome(run=run, results=test(trainer, data, by))
 
 
 def export(run: RunDir, out: str | Path) -> dict[str, Any]:
@@ -125,7 +132,7 @@ def reopened(run: RunDir) -> Iterator[tuple[Data, Trainer]]:
         yield data, trainer
 
 
-def test(trainer: Trainer, data: Data) -> dict[str, Any] | None:
+def test(trainer: Trainer, data: Data, by: Sequence[str]) -> dict[str, Any] | None:
     """Predict the test split once and write eval.json and predictions.parquet (rank 0)."""
     parts, run = trainer.parts, trainer.parts.run
     which = trainer.load_best()
@@ -153,6 +160,9 @@ def test(trainer: Trainer, data: Data) -> dict[str, Any] | None:
         "slices": slices(predictions, tasks),
         "calibration_curve": calibration_curves(predictions, tasks),
     }
+    if by:
+        with user_errors("eval"):
+            results["slices"] |= by_columns(data, predictions, tasks, by)
     optimal = data.optimal_ne(parts.test.rows)
     if optimal is not None:
         results["optimal"] = {

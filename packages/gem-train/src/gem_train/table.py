@@ -47,6 +47,22 @@ def results_table(results: dict[str, Any]) -> Table:
     return table
 
 
+def slice_table(name: str, parts: list[dict[str, Any]]) -> Table:
+    """NE by the values of a column, for the terminal."""
+    table = Table(title=f"by {name}; NE against the slice's own base rate", title_justify="left")
+    for heading in ("task", "value", "samples", "users", "base rate", "NE", "95% interval", "AUC", "calibration"):
+        table.add_column(heading, justify="left" if heading in ("task", "value") else "right")
+    for task in dict.fromkeys(task for part in parts for task in part["tasks"]):
+        for i, part in enumerate(p for p in parts if task in p["tasks"]):
+            f = part["tasks"][task]
+            ends = interval([f["ne_low"], f["ne_high"]])
+            counts = (f"{f['samples']:,}", f"{part['users']:,}", cell(f["base_rate"]))
+            figures = (cell(f["ne"]), ends, cell(f["auc"]), cell(f["calibration"]))
+            table.add_row("" if i else task, part["value"], *counts, *figures)
+        table.add_section()
+    return table
+
+
 def above_the_best(results: dict[str, Any]) -> str:
     """How far the model is from the best possible NE, where that is known."""
     return "\n".join(

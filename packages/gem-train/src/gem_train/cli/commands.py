@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ def eval(arguments: argparse.Namespace) -> int:
     folder = RunDir.open(arguments.run)
     from gem_train.run import reevaluate
 
-    _finish(reevaluate(folder))
+    _finish(reevaluate(folder, by=arguments.by), by=arguments.by)
     return 0
 
 
@@ -108,6 +109,13 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def compare(arguments: argparse.Namespace) -> int:
+    """Train GEM and the baselines."""
+    from gem_train.cli.compare import compare
+
+    return compare(_config(arguments), arguments)
+
+
 def ls(arguments: argparse.Namespace) -> int:
     """List runs."""
     from gem_train.cli import runs
@@ -168,17 +176,19 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     return override(base, arguments.set)
 
 
-def _finish(outcome: Outcome) -> None:
+def _finish(outcome: Outcome, *, by: Sequence[str] = ()) -> None:
     """Print the table and write the report, on the rank that has the results."""
     if outcome.results is None:
         return
     from rich.console import Console
 
     from gem_train.report import write_report
-    from gem_train.table import results_table
+    from gem_train.table import results_table, slice_table
 
     console = Console()
     console.print(results_table(outcome.results))
+    for name in by:
+        console.print(slice_table(name, outcome.results["slices"][name]))
     for note in outcome.results["notes"]:
         console.print(f"note: {note}", style="bold yellow", markup=False, soft_wrap=True)
     console.print(f"report: {write_report(outcome.run)}", markup=False, highlight=False, soft_wrap=True)

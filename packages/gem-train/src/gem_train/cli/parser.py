@@ -44,9 +44,31 @@ def parser() -> argparse.ArgumentParser:
 
     evaluate = verb("eval", "test a run again from its checkpoint")
     evaluate.add_argument("run", metavar="RUN", help="a run folder")
+    evaluate.add_argument(
+        "--by",
+        metavar="COLUMN",
+        action="append",
+        default=[],
+        help="figures by a column's values; new:COLUMN: for ids that training has seen or not; repeatable",
+    )
 
     report = verb("report", "make a run's report.html again")
     report.add_argument("run", metavar="RUN", help="a run folder")
+
+    compare = verb("compare", "train GEM and every baseline on the same batches; print who is better, and how surely")
+    _recipe(compare)
+    compare.add_argument(
+        "--out",
+        metavar="DIR",
+        help="the folder of all runs; what is finished there is kept (default: runs/compare-...)",
+    )
+    compare.add_argument("--models", metavar="A,B,...", help="these alone (default: gem and all baselines)")
+    compare.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each trained model (default: 3)")
+    compare.add_argument("--jobs", metavar="N", type=int, default=1, help="processes side by side (default: 1)")
+    compare.add_argument(
+        "--draws", metavar="N", type=int, default=1000, help="bootstrap draws of users (default: 1000)"
+    )
+    compare.add_argument("--json", action="store_true", help="the same as JSON")
 
     diff = verb("diff", "compare two runs on the same test samples: is the difference real?")
     diff.add_argument("run_a", metavar="RUN_A", help="a tested run's folder")
