@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from workspace import ROOT, dependents, packages
+from workspace import ROOT, dependents, packages, siblings
 
 EVERYTHING = ("lint", "types", "contracts", "docs", "release", "api", "tests")
 TOOLS = "tests(tools)"  # also runs the pages, which use every package
@@ -31,7 +31,8 @@ def needs(path: str, root: Path = ROOT) -> set[str]:
             case "README.md":
                 return {TOOLS, f"tests({package})", f"wheel({package})"}
             case "pyproject.toml":
-                return {"release", f"wheel({package})", TOOLS} | everyone
+                oldest = {f"oldest({package})"} if len(siblings(package, root)) > 1 else set()
+                return {"release", f"wheel({package})", TOOLS} | everyone | oldest
             case "changes" | "CHANGELOG.md" | "LICENSE":
                 return {"release", TOOLS}
     if parts[0] == "docs" or path == "mkdocs.yml":

@@ -25,7 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
         ("packages/gem-train/tests/test_config.py", {"lint", "tests(gem-train)"}, {"types", "docs", "tests(gem-data)"}),
         ("packages/gem-model/README.md", {"tests(tools)", "wheel(gem-model)"}, {"types", "tests(gem-train)"}),
         ("packages/gem-model/changes/+x.added.md", {"release"}, {"lint", "tests(gem-model)"}),
-        ("packages/gem-lowprec/pyproject.toml", {"release", "wheel(gem-lowprec)", "tests(gem-train)"}, {"types"}),
+        (
+            "packages/gem-lowprec/pyproject.toml",
+            {"release", "wheel(gem-lowprec)", "oldest(gem-lowprec)", "tests(gem-train)"},
+            {"types"},
+        ),
         ("docs/tutorials/first-training.md", {"docs", "tests(tools)"}, {"lint", "tests"}),
         ("tools/benchmark_tables.py", {"lint", "tests(tools)"}, {"docs", "tests"}),
         ("tools/cpu.txt", set(affected.EVERYTHING), {"tests(tools)"}),
@@ -51,7 +55,7 @@ def test_every_session_exists():
     text = (ROOT / "noxfile.py").read_text()
     for name in affected.EVERYTHING:
         assert f"def {name}(session" in text
-    for pattern in ('"tests(tools)"', 'f"tests({package})"', 'f"wheel({package})"'):
+    for pattern in ('"tests(tools)"', 'f"tests({package})"', 'f"wheel({package})"', 'f"oldest({package})"'):
         assert f"name={pattern}" in text
 
 
