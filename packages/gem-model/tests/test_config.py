@@ -78,7 +78,7 @@ def inputs(**changes):
             "one dim.*'x': 4",
         ),
         ({"tasks": ()}, "at least one binary label"),
-        ({"tasks": ("a.b",)}, "task"),
+        ({"tasks": ("",)}, "task is empty"),
         ({"sparse": ()}, "no sparse and no dense"),
     ],
 )

@@ -40,10 +40,10 @@ def by_hand(evidence, rows, batch, history, b):
     scores, values = [], []
     for t in range(int(sequence.offsets[b]), int(sequence.offsets[b + 1])):
         e = torch.cat(
-            [rows.events[f"{source}.{column}"][t] for column in evidence.shared]
+            [rows.events[source, column][t] for column in evidence.shared]
             + [sequence.floats[column][t] for column in evidence.shared_floats]
         ).double()
-        y = [rows.events[f"{source}.{column}"][t] for column in evidence.outcomes]
+        y = [rows.events[source, column][t] for column in evidence.outcomes]
         y += [sequence.floats[column][t] for column in evidence.outcome_floats]
         age, rank = history.age[t].double(), history.rank[t].double().log()
         k = (w["k.weight"] @ e).view(heads, content)

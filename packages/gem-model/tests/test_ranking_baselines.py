@@ -189,7 +189,7 @@ def test_fields_are_features_means_and_the_candidate():
     events = model.history("ratings", rows, batch).tokens
     torch.testing.assert_close(fields[3, 4], events[4:6].mean(0))
     assert (fields[1, 4] == 0).all()
-    torch.testing.assert_close(fields[:, 5], model.events["ratings"].candidate(rows))
+    torch.testing.assert_close(fields[:, 5], model.events["ratings"].candidate(rows, batch.dense))
 
 
 def test_dlrm_formula():

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from gem_data import EventLog, Schema
 from gem_data.sources import synthetic
+from gem_model import GEM, preset
 from gem_parallel import start
 from gem_train.cli import main
 from gem_train.config import DataConfig, InputsConfig
@@ -130,13 +131,14 @@ def test_a_parquet_file_of_ones_own_is_prepared_and_trained_on(sources, tmp_path
         columns = {s["name"]: [c for c, _ in s["ids"]] for s in inputs["sources"]}
         assert columns == {"impressions": ["item", "type", "action"], "searches": ["item", "action"]}
     assert ["tags", "tags"] in inputs["sparse"]
-    assert ["type", "type_table"] in inputs["sparse"]  # a module can't have a child called "type"
+    assert ["type", "type"] in inputs["sparse"]  # although a torch module can't have a child called so
 
 
-def test_a_history_whose_name_torch_needs_is_refused():
+def test_a_history_may_have_a_name_that_torch_needs():
     schema = Schema.from_dict(tomllib.loads(SCHEMA + SOURCES_OF_SHOP.replace("searches", "items")))
-    with pytest.raises(ValueError, match="a history can't be called 'items'"):
-        model_inputs(schema, InputsConfig(), max_history=5)
+    inputs = model_inputs(schema, InputsConfig(), max_history=5)
+    assert [s.name for s in inputs.sources] == ["impressions", "items"]
+    assert GEM(preset("tiny"), inputs).events["items"] is not None
 
 
 def test_what_make_builds_is_what_the_synthetic_source_gives(tmp_path, capsys):

@@ -147,11 +147,12 @@ def test_every_option_of_the_model_survives_the_manifest():
         experts=("wukong", "dcn"), towers=(TowerConfig(source="events", width=32, window=0),), window=3, pma_seeds=6
     )
     inputs = ModelInputs(
-        tables=(Table(name="item", rows=5, dim=4), Table(name="type_table", rows=3, dim=4)),
+        tables=(Table(name="item", rows=5, dim=4), Table(name="type", rows=3, dim=4)),
         tasks=("a", "b"),
         sources=(Source(name="events", ids=(("item", "item"),), floats=(("price", 1),), max_len=9),),
-        sparse=(("item", "item"), ("type", "type_table")),
+        sparse=(("item", "item"), ("type", "type")),
         dense=2,
+        dense_columns=(("price", 1),),
     )
     there = json.loads(json.dumps([dataclasses.asdict(config), dataclasses.asdict(inputs)]))
     assert scorer.model_config(there[0]) == config

@@ -389,9 +389,8 @@ def _at_least(name: str, value: object, least: int) -> None:
 
 
 def _check_name(what: str, name: str) -> None:
-    # TorchRec builds module paths and feature keys from these names; "." separates a source from its column.
-    if not name or "." in name or "@" in name or "/" in name:
-        raise ValueError(f"{what} must be non-empty without '.', '@' or '/', got {name!r}")
+    if not name:
+        raise ValueError(f"{what} is empty")
 
 
 def _no_duplicates(what: str, names: Iterable[str]) -> None:

@@ -22,6 +22,7 @@ from torchrec import (
 
 from gem_model.batch import BatchLike, SequenceLike
 from gem_model.config import TIME_GAPS, ModelInputs, Source
+from gem_model.names import key
 
 V = TypeVar("V")
 
@@ -62,6 +63,11 @@ def keyed_jagged(columns: Mapping[str, tuple[Tensor, Tensor]]) -> KeyedJaggedTen
     )
 
 
+def event_key(source: str, column: str) -> str:
+    """The key of an event's column: the only ones with a dot."""
+    return f"{key(source)}.{key(column)}"
+
+
 def sum_pool(rows: Tensor, offsets: Tensor) -> Tensor:
     """[N, D] -> [B, D]: the sum of each sample's rows, zero where it has none."""
     return torch.segment_reduce(rows, "sum", offsets=offsets, axis=0, unsafe=True)
@@ -69,9 +75,9 @@ def sum_pool(rows: Tensor, offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What the tables answered: ``events`` "source.column" -> [T, D], ``pooled`` sparse feature -> [B, D]."""
+    """What the tables answered: ``events`` (source, column) -> [T, D], ``pooled`` sparse feature -> [B, D]."""
 
-    events: dict[str, Tensor]
+    events: dict[tuple[str, str], Tensor]
     pooled: dict[str, Tensor]
 
 
@@ -90,16 +96,16 @@ class Tables(nn.Module):
         users: dict[str, list[str]] = {table.name: [] for table in inputs.tables}
         for source in inputs.sources:
             for column, table in source.ids:
-                users[table].append(f"{source.name}.{column}")
+                users[table].append(event_key(source.name, column))
         for feature, table in inputs.sparse:
-            users[table].append(feature)
+            users[table].append(key(feature))
 
         bound = math.sqrt(3.0) * inputs.table_std
 
         def configs(kind: Any, names: list[str]) -> list[Any]:
             return [
                 kind(
-                    name=name,
+                    name=key(name),
                     embedding_dim=inputs.table_dim,
                     num_embeddings=inputs.table(name).rows,
                     feature_names=users[name],
@@ -119,7 +125,7 @@ class Tables(nn.Module):
 
     def forward(self, batch: BatchLike) -> Rows:
         """Look up every id of the batch."""
-        events: dict[str, Tensor] = {}
+        events: dict[tuple[str, str], Tensor] = {}
         pooled: dict[str, Tensor] = {}
         ids = {f: pick(batch.sparse, f, "sparse feature") for f in (*self.shared_features, *self.bag_features)}
         # Both lookups start before either answer is read: sharded ones are asynchronous.
@@ -128,19 +134,19 @@ class Tables(nn.Module):
             columns = {}
             for source, column in self.event_columns:
                 sequence = pick(batch.sequences, source, "sequence")
-                columns[f"{source}.{column}"] = (
+                columns[event_key(source, column)] = (
                     pick(sequence.ids, column, f"id column in sequence {source!r}:"),
                     sequence.offsets,
                 )
-            columns |= {f: (ids[f].values, ids[f].offsets) for f in self.shared_features}
+            columns |= {key(f): (ids[f].values, ids[f].offsets) for f in self.shared_features}
             found = self.shared(keyed_jagged(columns))
         if self.bags is not None:
-            summed = self.bags(keyed_jagged({f: (ids[f].values, ids[f].offsets) for f in self.bag_features}))
+            summed = self.bags(keyed_jagged({key(f): (ids[f].values, ids[f].offsets) for f in self.bag_features}))
         if found is not None:
-            events = {f"{s}.{c}": found[f"{s}.{c}"].values() for s, c in self.event_columns}
-            pooled = {f: sum_pool(found[f].values(), ids[f].offsets) for f in self.shared_features}
+            events = {(s, c): found[event_key(s, c)].values() for s, c in self.event_columns}
+            pooled = {f: sum_pool(found[key(f)].values(), ids[f].offsets) for f in self.shared_features}
         if summed is not None:
-            pooled |= {f: summed[f] for f in self.bag_features}
+            pooled |= {f: summed[key(f)] for f in self.bag_features}
         return Rows(events=events, pooled=pooled)
 
 
@@ -169,7 +175,7 @@ class EventEncoder(nn.Module):
 
     def forward(self, rows: Rows, sequence: SequenceLike, age: Tensor, gap: Tensor) -> Tensor:
         """Tokens [T, d]; ``age`` and ``gap`` [T] are log(1 + dt / time_scale) to request and previous event."""
-        columns = [rows.events[f"{self.source}.{column}"] for column in self.id_columns]
+        columns = [rows.events[self.source, column] for column in self.id_columns]
         columns += [pick(sequence.floats, c, f"float column in sequence {self.source!r}:") for c in self.float_columns]
         columns += [(0.1 * torch.stack((age, gap), dim=1))]  # about [0, 2] for gaps from nothing to centuries
         return self.norm(self.linear(torch.cat(columns, dim=1)))

@@ -62,14 +62,14 @@ class Evidence(nn.Module):
     def forward(self, rows: Rows, batch: BatchLike, history: History) -> Tensor:
         """[B, H, V]; zero where the history is empty."""
         sequence = pick(batch.sequences, self.source, "sequence")
-        events = [rows.events[f"{self.source}.{column}"] for column in self.shared]
+        events = [rows.events[self.source, column] for column in self.shared]
         events += [pick(sequence.floats, c, f"float column in sequence {self.source!r}:") for c in self.shared_floats]
         e = torch.cat(events, dim=1)  # [T, known]
         candidate = [rows.pooled[feature] for feature in self.shared.values()]
         candidate += [batch.dense[:, start : start + size] for start, size in self.shared_floats.values()]
         c = torch.cat(candidate, dim=1)  # [B, known]
         near = torch.stack((history.age, history.rank.float().log()), dim=1)  # [T, 2]
-        y = [rows.events[f"{self.source}.{column}"] for column in self.outcomes]
+        y = [rows.events[self.source, column] for column in self.outcomes]
         y += [pick(sequence.floats, c, f"float column in sequence {self.source!r}:") for c in self.outcome_floats]
 
         k = self.k(self.dropout(e)).unflatten(1, (self.heads, -1))  # [T, H, D - 3]

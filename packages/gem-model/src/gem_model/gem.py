@@ -24,6 +24,7 @@ from gem_model.evidence import Evidence, EvidenceTokens
 from gem_model.heads import Heads
 from gem_model.init import initialise
 from gem_model.interformer import InterFormerLayer
+from gem_model.names import ByName
 from gem_model.ranker import TokenRanker
 
 
@@ -46,7 +47,7 @@ class GEM(TokenRanker):
         asked = [s for s in inputs.sources if config.evidence_heads and inputs.candidate_columns(s)]
         n_evidence = len(asked) * config.evidence_heads
         with self.place:
-            self.evidence = nn.ModuleDict({s.name: Evidence(s, config, inputs) for s in asked})
+            self.evidence = ByName({s.name: Evidence(s, config, inputs) for s in asked})
             self.evidence_tokens = EvidenceTokens(n_evidence, config) if asked else None
             cls_tokens = {s.name: config.n_sum + bool(inputs.candidate_columns(s)) for s in inputs.sources}
             self.layers = nn.ModuleList(

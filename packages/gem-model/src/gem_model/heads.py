@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gem_model.config import GemConfig, ModelInputs
 from gem_model.dropout import Dropout
+from gem_model.names import ByName
 
 
 class Heads(nn.Module):
@@ -28,11 +29,9 @@ class Heads(nn.Module):
         super().__init__()
         self.tasks = inputs.tasks
         self.norm = nn.LayerNorm(n_tokens * config.width)
-        self.hidden = nn.ModuleDict(
-            {task: nn.Linear(n_tokens * config.width, config.head_hidden) for task in inputs.tasks}
-        )
+        self.hidden = ByName({task: nn.Linear(n_tokens * config.width, config.head_hidden) for task in inputs.tasks})
         self.dropout = Dropout(config.dropout)
-        self.out = nn.ModuleDict({task: nn.Linear(config.head_hidden, 1) for task in inputs.tasks})
+        self.out = ByName({task: nn.Linear(config.head_hidden, 1) for task in inputs.tasks})
         self.wide = nn.Linear(n_wide, len(inputs.tasks), bias=False) if n_wide else None
 
     def forward(self, x: Tensor, wide: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from gem_model.config import GemConfig
 from gem_model.dhen import DHEN
 from gem_model.dropout import Dropout
 from gem_model.interaction import TokenMix, Wukong
+from gem_model.names import ByName
 from gem_model.pooling import make_pool, most_recent
 from gem_model.sequence import History, SequenceLayer
 
@@ -97,7 +98,7 @@ class InterFormerLayer(nn.Module):
         events_attend = config.events_attend(index)
         self.sources = list(cls_tokens)
         self.summary = Summary(n_in, config) if cls_tokens else None
-        self.towers = nn.ModuleDict(
+        self.towers = ByName(
             {source: Tower(config.of(source), config.width, events_attend=events_attend) for source in cls_tokens}
         )
         self.interaction = interaction(

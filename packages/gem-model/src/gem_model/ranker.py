@@ -16,6 +16,7 @@ from gem_model.config import ModelInputs
 from gem_model.dropout import Dropout
 from gem_model.embed import EventEncoder, FeatureEncoder, Rows, Tables, Widths, pick
 from gem_model.heads import log_loss
+from gem_model.names import ByName
 from gem_model.sequence import History, place_events
 
 DENSE_LIMIT = 8.0  # standard deviations; beyond them a dense feature is clipped
@@ -112,7 +113,7 @@ class TokenRanker(Ranker):
         self.time_scale = config.time_scale
         with self.place:
             self.features = FeatureEncoder(config, inputs)
-            self.events = nn.ModuleDict(
+            self.events = ByName(
                 {s.name: EventEncoder(s, (towers or {}).get(s.name, config), inputs) for s in inputs.sources}
             )
             self.dropout = Dropout(config.dropout)

@@ -8,7 +8,6 @@ contender goes through the same `execute` as `gem-train run`: same batches, same
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,11 +80,6 @@ def told(argv: Sequence[str]) -> int:
     except (UserError, NonFiniteError, Interrupted) as error:
         print(f"{argv[0]}: {error}", file=sys.stderr)
         return error.exit_code if not isinstance(error, Interrupted) else 130
-
-
-def same_but(config: RunConfig, seed: int) -> RunConfig:
-    """The configuration with another seed."""
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ def model_inputs(tree: dict[str, Any]) -> ModelInputs:
         sources=sources,
         sparse=tuple((f, t) for f, t in tree["sparse"]),
         dense=tree["dense"],
+        dense_columns=tuple((c, n) for c, n in tree.get("dense_columns", ())),
     )
 
 

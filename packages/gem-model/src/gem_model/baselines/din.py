@@ -56,7 +56,7 @@ class Interest(nn.Module):
         sequence = pick(batch.sequences, self.source, "sequence")
         offsets = sequence.offsets
         _, age, gap = place_events(sequence, batch.time, self.time_scale)
-        ids = {column: rows.events[f"{self.source}.{column}"] for column in self.id_columns}
+        ids = {column: rows.events[self.source, column] for column in self.id_columns}
         floats = [sequence.floats[column] for column in self.float_columns]
         events = torch.cat([*ids.values(), *floats, 0.1 * torch.stack((age, gap), dim=1)], dim=1)  # [T, width]
         if self.attention is None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gem_model.baselines.base import Baseline, BaselineConfig, at_least_one
 from gem_model.batch import BatchLike
 from gem_model.config import ModelInputs, Source
+from gem_model.names import ByName, key
 from gem_model.sequence import History
 
 
@@ -68,12 +69,12 @@ class SequentialBaseline(Baseline):
         with self.place:
             self.ask = nn.ParameterDict(
                 {
-                    s.name: nn.Parameter(torch.empty(config.width))
+                    key(s.name): nn.Parameter(torch.empty(config.width))
                     for s in inputs.sources
                     if not inputs.candidate_columns(s)
                 }
             )
-            self.towers = nn.ModuleDict({s.name: self.tower(config, s) for s in inputs.sources})
+            self.towers = ByName({s.name: self.tower(config, s) for s in inputs.sources})
         self.finish((self.features.n_tokens + len(inputs.sources)) * config.width)
 
     def tower(self, config: SequentialConfig, source: Source) -> nn.Module:
@@ -94,8 +95,8 @@ class SequentialBaseline(Baseline):
         x = self.dropout(self.features(rows, dense))
         tokens = [x]
         for source, tower in self.towers.items():
-            if source in self.ask:
-                last = self.ask[source].expand(x.shape[0], -1)
+            if key(source) in self.ask:
+                last = self.ask[key(source)].expand(x.shape[0], -1)
             else:
                 last = self.candidate(source, rows, batch)[:, 0]
             history = append(self.history(source, rows, batch), last)
@@ -104,4 +105,4 @@ class SequentialBaseline(Baseline):
 
     def units(self) -> list[str]:
         """The towers, then the top."""
-        return [f"towers.{source}" for source in self.towers] + ["top"]
+        return [f"towers.{key(source)}" for source in self.towers] + ["top"]
