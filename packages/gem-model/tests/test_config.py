@@ -90,7 +90,7 @@ def test_inputs_name_what_is_wrong(changes, message):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Table(name="a.b", rows=1, dim=1),
+        lambda: Table(name="", rows=1, dim=1),
         lambda: Table(name="a", rows=0, dim=1),
         lambda: Source(name="e", ids=()),
         lambda: TowerConfig(source="e", width=0),
