@@ -101,6 +101,18 @@ def test_bad_cells_and_lines_of_a_csv_are_rejected_one_by_one(tmp_path, monkeypa
     assert any(lines[35] == r["event"].get("_text") for r in kept)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv", "jsonl"])
+def test_only_the_columns_that_are_asked_for_are_read(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+    write(PLAIN.append_column("other", pa.array(["x"] * len(PLAIN))), kind, path)
+    schema, names = plain_schema(), PLAIN.column_names
+    (columns,) = {tuple(sorted(t.column_names)) for t in files(path, schema, columns=names).tables()}
+    assert columns == tuple(sorted(names))
+    assert prepare(files(path, schema, columns=names), tmp_path / "log").rows == len(PLAIN)
+    with pytest.raises(ValueError, match=r"a\..*nothing"):
+        list(files(path, schema, columns=["nothing"]).tables())
+
+
 def test_wrong_paths_and_formats(tmp_path):
     with pytest.raises(FileNotFoundError, match="no file at"):
         files(tmp_path / "*.csv", plain_schema())

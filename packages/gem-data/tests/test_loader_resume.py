@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gem_data import Loader, LoaderConfig
 from gem_data.batches.loader import permutation
-from gem_data.batches.prefetch import prefetched
+from gem_data.prefetch import prefetched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -19,9 +19,9 @@ from gem_data.balance import SUB_BATCH, CostFunction, Method, assign
 from gem_data.batches.batch import JaggedBatch
 from gem_data.batches.collate import Collator, MaxHistory
 from gem_data.batches.order import Cipher, permutation
-from gem_data.batches.prefetch import prefetched
 from gem_data.batches.workers import Share, Start, from_workers
 from gem_data.log.event_log import EventLog
+from gem_data.prefetch import prefetched
 from gem_data.schema import unknown
 
 Permute = Literal["sort", "cipher"]

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.build.output import BuildSummary, in_place
 from gem_data.build.disk import new_array
+from gem_data.build.output import BuildSummary, in_place
+from gem_data.features.statistics import Moments
+from gem_data.features.streamed import CHUNK, stream_counters
+from gem_data.features.vocabulary import Vocabulary, vocabulary_file
 from gem_data.log.event_log import EventLog
 from gem_data.log.manifest import FORMAT_PARTS, HISTORY_END, MANIFEST, REJECTS, file_digest
 from gem_data.log.parts import Generation, Part, map_columns
 from gem_data.schema import TIME, Schema
-from gem_data.features.statistics import Moments
-from gem_data.features.streamed import CHUNK, stream_counters
-from gem_data.features.vocabulary import Vocabulary, vocabulary_file
 
 Records = list[dict[str, Any]]
 Report = Callable[[str, float], None]
@@ -158,7 +158,7 @@ def merge_indices(
     for pieces in _time_slices(times):
         found = np.concatenate([orders[p][a:b] + firsts[p] for p, (a, b) in enumerate(pieces)])
         when = np.concatenate([times[p][a:b] for p, (a, b) in enumerate(pieces)])
-        merged[at : at + len(found)] = found[np.lexsort((found, when))]
+        merged[at : at + len(found)] = found[np.argsort(when, kind="stable")]  # sorted runs, which it merges
         at += len(found)
         report("ordered", at / len(merged))
     assert at == len(merged)

@@ -13,17 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from gem_data.build.output import BuildSummary, reject_lines
-from gem_data.features.counters import compute_counters
 from gem_data.build.finish import complete, merge_indices, merged_statistics
+from gem_data.build.output import BuildSummary, reject_lines
+from gem_data.build.pieces import write_part
+from gem_data.build.validate import Validated, validate
+from gem_data.features.counters import compute_counters
+from gem_data.features.statistics import Moments
 from gem_data.log.derived import label_arrays
 from gem_data.log.event_log import EventLog
 from gem_data.log.manifest import FORMAT_PARTS, MANIFEST, REJECTS
-from gem_data.build.pieces import write_part
 from gem_data.schema import TIME, Schema
-from gem_data.features.statistics import Moments
-from gem_data.build.validate import Validated, validate
 from gem_data.schema.values import LATE, REASONS
+from gem_data.sorting import order_of
 from gem_data.sources.events import as_table
 
 
@@ -62,7 +63,7 @@ def _append(folder: Path, log: EventLog, table: Any) -> BuildSummary:
         raise ValueError(f"no event to append to {folder} among {table.num_rows}: {reasons}")
     for name, vocabulary in log.vocabularies.items():
         valid.columns[name] = vocabulary.encode(valid.columns[name])
-    order = np.lexsort((valid.columns[TIME], valid.columns[schema.user]))
+    order = order_of([valid.columns[schema.user], valid.columns[TIME]], stable=True)
     columns = {n: v[order] for n, v in valid.columns.items()}
     number = len(log.generations)
     prefix = f"g{number:04}"

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +11,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from gem_data.build.output import BuildSummary, in_place, reject_lines
+from gem_data.build.validate import Validated, validate
 from gem_data.features.counters import compute_counters
+from gem_data.features.statistics import moments
+from gem_data.features.vocabulary import Vocabulary, vocabulary_file
 from gem_data.log.derived import history_ends, label_arrays
 from gem_data.log.manifest import COUNTERS, EVENTS, FORMAT, HISTORY_END, MANIFEST, REJECTS, file_digest
 from gem_data.log.parts import write_columns
 from gem_data.schema import TIME, Schema
-from gem_data.features.statistics import moments
-from gem_data.build.output import BuildSummary, in_place, reject_lines
-from gem_data.build.validate import Validated, validate
-from gem_data.schema.values import REASONS
+from gem_data.sorting import order_of
 from gem_data.sources.events import as_table
-from gem_data.features.vocabulary import Vocabulary, vocabulary_file
 
 Array = NDArray[Any]
 
@@ -114,10 +108,10 @@ def fit_vocabularies(valid: Validated, schema: Schema) -> dict[str, Vocabulary]:
 
 def _arrange(valid: Validated, schema: Schema) -> tuple[int, dict[str, Array], Array, Array]:
     """Sorted columns with the history ends and counters, the number of out-of-order rows, labels and mask."""
-    by_user = np.argsort(valid.columns[schema.user], kind="stable")
+    by_user = order_of([valid.columns[schema.user]], stable=True)
     user, time = valid.columns[schema.user][by_user], valid.columns[TIME][by_user]
     out_of_order = int(((user[1:] == user[:-1]) & (time[1:] < time[:-1])).sum())
-    order = by_user[np.lexsort((time, user))]  # stable, so equal times keep the order of the source
+    order = by_user[order_of([user, time], stable=True)]  # equal times keep the order of the source
     columns = {name: values[order] for name, values in valid.columns.items()}
     labels, mask = label_arrays(schema, columns)
     columns[HISTORY_END] = history_ends(columns[schema.user], columns[TIME], delay=schema.delay)

@@ -20,7 +20,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,17 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from gem_data.build.output import BuildSummary, reject_lines
 from gem_data.build.disk import is_full
 from gem_data.build.engine import ROW, Engine, parquet
-from gem_data.sources.events import Events
 from gem_data.build.finish import Finisher
-from gem_data.log.manifest import MANIFEST
+from gem_data.build.output import BuildSummary, reject_lines
 from gem_data.build.pieces import arrow_columns, finish_part
-from gem_data.schema import TIME, Schema
 from gem_data.build.validate import validate
 from gem_data.features.vocabulary import Vocabulary
+from gem_data.log.manifest import MANIFEST
+from gem_data.prefetch import prefetched
+from gem_data.schema import TIME, Schema
+from gem_data.sources.events import Events
 
 VERSION = 1  # of what lies in the work folder
 
@@ -208,20 +209,21 @@ class _Build:
             return list(json.loads(done.read_text()))
         found: list[dict[str, Any]] = []
         base = 0
-        for number, table in enumerate(self.events.chunks()):
-            record = folder / f"{number:06}.json"
-            if record.is_file():
-                found.append(json.loads(record.read_text()))
-                if found[-1]["rows"] != table.num_rows:
-                    raise ValueError(
-                        f"the source gave {found[-1]['rows']} rows for chunk {number} before, now "
-                        f"{table.num_rows}: it has changed; give restart=True"
-                    )
-            else:
-                found.append(self._chunk(folder, number, table, base))
-                write_json(record, found[-1])
-            base += table.num_rows
-            self.report(Progress(stage="checked", done=base))
+        with closing(prefetched(self.events.chunks(), 1)) as tables:  # one is read while another is checked
+            for number, table in enumerate(tables):
+                record = folder / f"{number:06}.json"
+                if record.is_file():
+                    found.append(json.loads(record.read_text()))
+                    if found[-1]["rows"] != table.num_rows:
+                        raise ValueError(
+                            f"the source gave {found[-1]['rows']} rows for chunk {number} before, now "
+                            f"{table.num_rows}: it has changed; give restart=True"
+                        )
+                else:
+                    found.append(self._chunk(folder, number, table, base))
+                    write_json(record, found[-1])
+                base += table.num_rows
+                self.report(Progress(stage="checked", done=base))
         write_json(done, found)
         return found
 
@@ -291,9 +293,8 @@ class _Build:
             record = self.work / f"part-{p:05}.json"
             if not record.is_file():
                 rows = parquet(dealt / f"part={p}" / "*.parquet") if count > 1 else source
-                table = engine.part(rows, self.schema.user)
-                write_json(record, finish_part(table, self.schema, vocabularies, folder, self.work, p))
-                del table
+                table = [engine.part(rows)]
+                write_json(record, finish_part(table.pop(), self.schema, vocabularies, folder, self.work, p))
             shutil.rmtree(dealt / f"part={p}", ignore_errors=True)
             found.append(json.loads(record.read_text()))
             self._stage("sorted", (p + 1) / count)

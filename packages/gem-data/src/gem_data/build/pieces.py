@@ -1,4 +1,4 @@
-"""One part of a log: from the sorted rows that the engine gives to the mapped Arrow file and what is known of it."""
+"""One part of a log: from the rows that the engine gives to the mapped Arrow file and what is known of it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gem_data.features.statistics import moments
-from gem_data.build.output import reject_line
 from gem_data.build.engine import ROW
+from gem_data.build.output import reject_line
+from gem_data.build.validate import duplicates
+from gem_data.features.statistics import moments
+from gem_data.features.vocabulary import Vocabulary
 from gem_data.log.derived import history_ends, label_arrays
 from gem_data.log.manifest import HISTORY_END, file_digest
 from gem_data.log.parts import to_arrow, write_columns
 from gem_data.ragged import Ragged
 from gem_data.schema import TIME, Schema
-from gem_data.build.validate import duplicates
 from gem_data.schema.values import DUPLICATE
-from gem_data.features.vocabulary import Vocabulary
+from gem_data.sorting import order_of
 
 Columns = dict[str, Any]
 
@@ -54,10 +55,13 @@ def numpy_columns(table: pa.Table, schema: Schema) -> Columns:
 def finish_part(
     table: pa.Table, schema: Schema, vocabularies: Mapping[str, Vocabulary], folder: Path, work: Path, number: int
 ) -> dict[str, Any]:
-    """Write part `number` of the sorted rows of `table` to `folder`, its indices to `work`; what is known of it."""
+    """Sort the rows of `table`, write them as part `number` to `folder`, its indices to `work`; what is known of it."""
     columns = numpy_columns(table, schema)
+    del table
+    order = order_of([columns[schema.user], columns[TIME], columns[ROW]])
+    columns = {n: v[order] for n, v in columns.items()}
     rows = columns.pop(ROW)
-    twice = duplicates(list(columns.values()))  # before keys become ids: rare ones are not alike
+    twice = _duplicates(columns, schema)  # before keys become ids: rare ones are not alike
     lines, samples = [], []
     if twice.size:
         keep = np.ones(len(rows), bool)
@@ -84,7 +88,7 @@ def write_part(columns: Columns, schema: Schema, folder: Path, work: Path, *, na
     path = folder / f"{name}.arrow"
     write_columns(path, {n: columns[n] for n in order})
     starts = np.flatnonzero(np.r_[True, user[1:] != user[:-1]])
-    by_time = np.argsort(time, kind="stable")
+    by_time = order_of([time], stable=True)
     arrays: dict[str, NDArray[Any]] = {
         "users": user[starts],
         "starts": starts,
@@ -111,7 +115,15 @@ def write_part(columns: Columns, schema: Schema, folder: Path, work: Path, *, na
     }
 
 
+def _duplicates(columns: Columns, schema: Schema) -> NDArray[np.int64]:
+    """As `duplicates`, of rows sorted by (user, time): only those that share both with a neighbour can be."""
+    user, time = columns[schema.user], columns[TIME]
+    same = np.concatenate([[False], (user[1:] == user[:-1]) & (time[1:] == time[:-1]), [False]])
+    near = np.flatnonzero(same[1:] | same[:-1])
+    return near[duplicates([v[near] for v in columns.values()])]
+
+
 def _out_of_order(user: NDArray[np.int64], time: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
-    order = np.lexsort((rows, user))
+    order = order_of([user, rows])
     user, time = user[order], time[order]
     return int(((user[1:] == user[:-1]) & (time[1:] < time[:-1])).sum())

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from gem_data.hashing import mix64
@@ -19,6 +15,7 @@ from gem_data.schema import TIME, Schema, unknown
 from gem_data.schema.values import DUPLICATE, REASONS, column_values, time_values
 
 Array = NDArray[Any]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
@@ -65,7 +62,8 @@ def validate(table: pa.Table, schema: Schema, *, unique: bool = True) -> Validat
         new = (fault == 0) & (found != 0)
         fault[new], where[new] = found[new], i
     good = np.flatnonzero(fault == 0)
-    columns = {k: v[good] for k, v in columns.items()}
+    if good.size < table.num_rows:
+        columns = {k: v[good] for k, v in columns.items()}
     keys = {c.name: count_keys(columns[c.name]) for c in schema.columns if c.vocabulary} if unique else {}
     twice = duplicates(list(columns.values())) if unique else np.empty(0, np.int64)
     fault[good[twice]] = DUPLICATE

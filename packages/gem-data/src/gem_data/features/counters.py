@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gem_data.log.derived import first_recent
 from gem_data.schema import Counter, Schema
+from gem_data.sorting import order_of
 
 Array = NDArray[Any]
 
@@ -32,8 +33,7 @@ class Earlier:
 
     def __init__(self, keys: list[Array], time: Array, *, delay: int = 0) -> None:
         n = len(time)
-        # Already sorted by (user, time) logs keep their order for the user key: lexsort is stable.
-        self.order = np.lexsort((time, *reversed(keys)))
+        self.order = order_of([*keys, time])  # rows of one key and time see the same sums, whatever their order
         changed = np.zeros(n, bool)
         for key in keys:
             ordered = key[self.order]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,7 +23,7 @@ _SUFFIXES: Mapping[str, Format] = {
     ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".csv": "csv", ".tsv": "tsv",
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
 }  # fmt: skip
-BLOCK = 16 << 20  # bytes of text read at a time
+BLOCK = 4 << 20  # bytes of text read at a time: what the caches hold is parsed fastest
 BATCH = 1 << 18  # rows of Parquet read at a time
 NULLS = ["", "null", "NULL", "None", "\\N"]  # not "nan", which is a value that is rejected as such
 RAW = "_text"  # a line that could not be split into columns, kept for the rejects
@@ -35,6 +36,7 @@ def files(
     format: Format | None = None,
     rename: Mapping[str, str] | None = None,
     names: Iterable[str] | None = None,
+    columns: Iterable[str] | None = None,
     transform: Transform | None = None,
     name: str | None = None,
     licence: str | None = None,
@@ -44,6 +46,7 @@ def files(
     format     of all files, or by their suffixes (also .csv.gz and the like).
     rename     file's column -> schema's column.
     names      column names of text files that have no header.
+    columns    the file's columns to read, by its own names (None: all of them). What is not read is not in the rejects.
     transform  from a table of the file (after `rename`) to one with the schema's columns.
 
     CSV types are inferred; where a later value does not fit, the rest of that file is read as text, which the build
@@ -53,14 +56,15 @@ def files(
     read, with its name.
     """
     found = _expand(paths)
-    columns = None if names is None else list(names)
+    given = None if names is None else list(names)
+    wanted = None if columns is None else list(columns)
     if format is not None and format not in get_args(Format):
         raise ValueError(unknown("format", format, get_args(Format)))
     kinds = [format or _format(path) for path in found]
 
     def tables() -> Iterator[pa.Table]:
         for path, kind in zip(found, kinds, strict=True):
-            for table in read(path, kind, columns):
+            for table in read(path, kind, given, wanted):
                 if rename:
                     table = table.rename_columns([rename.get(n, n) for n in table.column_names])
                 yield transform(table) if transform else table
@@ -92,19 +96,26 @@ def _format(path: Path) -> Format:
     return _SUFFIXES[suffixes[-1].lower()]
 
 
-def read(path: Path, kind: Format, names: list[str] | None = None) -> Iterator[pa.Table]:
-    """The tables of one file. Raises ValueError with its name where it is damaged or truncated."""
+def read(
+    path: Path, kind: Format, names: list[str] | None = None, columns: list[str] | None = None
+) -> Iterator[pa.Table]:
+    """The tables of one file. Raises ValueError with its name where it is damaged or truncated or lacks a column."""
     try:
         if kind == "parquet":
-            for batch in pq.ParquetFile(path).iter_batches(BATCH):
+            file = pq.ParquetFile(path)
+            for name in columns or ():
+                if name not in file.schema_arrow.names:
+                    raise KeyError(unknown("column", name, file.schema_arrow.names))
+            for batch in file.iter_batches(BATCH, columns=columns):
                 yield pa.Table.from_batches([batch])
         elif kind == "arrow":
-            yield from _arrow(path)
+            yield from (t.select(columns) if columns else t for t in _arrow(path))
         elif kind == "jsonl":
-            yield from _json(path)
+            yield from (t.select(columns) if columns else t for t in _json(path))
         else:
-            yield from _csv(path, "\t" if kind == "tsv" else ",", names)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowKeyError, EOFError, OSError) as error:
+            delimiter = "\t" if kind == "tsv" else ","
+            yield from _cells(_Text(path=path, delimiter=delimiter, names=names, columns=columns))
+    except (pa.ArrowInvalid, pa.ArrowTypeError, KeyError, EOFError, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise
         raise ValueError(f"{path} is damaged or no {kind} file: {error}") from error
@@ -131,10 +142,61 @@ def _json(path: Path) -> Iterator[pa.Table]:
         yield json_lines.read_json(path, read_options=options)
 
 
-def _csv(path: Path, delimiter: str, names: list[str] | None) -> Iterator[pa.Table]:
+@dataclass(frozen=True, kw_only=True)
+class _Text:
+    """A text file of cells: how to open it."""
+
+    path: Path
+    delimiter: str
+    names: list[str] | None
+    columns: list[str] | None
+
+    def open(self, types: Mapping[str, pa.DataType] | None, skipped: list[str]) -> csv.CSVStreamingReader:
+        """A reader; `types` of columns that are known, the others are guessed from the first block.
+
+        A line with a wrong number of cells goes to `skipped`.
+        """
+
+        def skip(row: csv.InvalidRow) -> str:
+            skipped.append(row.text)
+            return "skip"
+
+        return csv.open_csv(
+            self.path,
+            read_options=csv.ReadOptions(block_size=BLOCK, column_names=self.names),
+            parse_options=csv.ParseOptions(delimiter=self.delimiter, invalid_row_handler=skip),
+            convert_options=csv.ConvertOptions(
+                column_types=types, include_columns=self.columns, strings_can_be_null=True, null_values=NULLS
+            ),
+        )
+
+    def guessed(self) -> dict[str, pa.DataType]:
+        """Types by the first block. Arrow reads columns of a declared type twice as fast as those it has guessed."""
+        with self.open(None, []) as reader:
+            return {f.name: f.type for f in reader.schema if not pa.types.is_null(f.type)}
+
+    def tables(self, types: Mapping[str, pa.DataType]) -> Iterator[pa.Table]:
+        """All of the file, and at last the lines that have a wrong number of cells."""
+        malformed: list[str] = []
+        with self.open(types, malformed) as reader:
+            for batch in reader:
+                yield pa.Table.from_batches([batch])
+            if malformed:
+                empty = {f.name: pa.nulls(len(malformed), f.type) for f in reader.schema}
+                yield pa.table({**empty, RAW: pa.array(malformed, pa.string())})
+
+    def header(self) -> list[str]:
+        """The names of the columns."""
+        options = csv.ReadOptions(block_size=BLOCK)
+        parse = csv.ParseOptions(delimiter=self.delimiter)
+        with csv.open_csv(self.path, read_options=options, parse_options=parse) as reader:
+            return list(reader.schema.names)
+
+
+def _cells(text: _Text) -> Iterator[pa.Table]:
     given = 0
     try:
-        for table in _csv_tables(path, delimiter, names, None):
+        for table in text.tables(text.guessed()):
             given += table.num_rows
             yield table
         return
@@ -142,36 +204,7 @@ def _csv(path: Path, delimiter: str, names: list[str] | None) -> Iterator[pa.Tab
         if "conversion error" not in str(error):
             raise
     skip = given
-    header = names or _header(path, delimiter)
-    for table in _csv_tables(path, delimiter, names, dict.fromkeys(header, pa.string())):
+    for table in text.tables(dict.fromkeys(text.names or text.header(), pa.string())):
         if skip < table.num_rows:
             yield table.slice(skip)
         skip = max(0, skip - table.num_rows)
-
-
-def _csv_tables(
-    path: Path, delimiter: str, names: list[str] | None, types: dict[str, pa.DataType] | None
-) -> Iterator[pa.Table]:
-    malformed: list[str] = []
-
-    def skip(row: csv.InvalidRow) -> str:
-        malformed.append(row.text)
-        return "skip"
-
-    reader = csv.open_csv(
-        path,
-        read_options=csv.ReadOptions(block_size=BLOCK, column_names=names),
-        parse_options=csv.ParseOptions(delimiter=delimiter, invalid_row_handler=skip),
-        convert_options=csv.ConvertOptions(column_types=types, strings_can_be_null=True, null_values=NULLS),
-    )
-    for batch in reader:
-        yield pa.Table.from_batches([batch])
-    if malformed:
-        empty = {f.name: pa.nulls(len(malformed), f.type) for f in reader.schema}
-        yield pa.table({**empty, RAW: pa.array(malformed, pa.string())})
-
-
-def _header(path: Path, delimiter: str) -> list[str]:
-    options = csv.ReadOptions(block_size=BLOCK)
-    with csv.open_csv(path, read_options=options, parse_options=csv.ParseOptions(delimiter=delimiter)) as reader:
-        return list(reader.schema.names)

@@ -30,6 +30,7 @@ LICENCE = (
 PAGE = "https://kuairand.com"
 SIGNALS = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view", "is_profile_enter")
 TABS = 16
+NEEDED = ("user_id", "video_id", "time_ms", *SIGNALS, "play_time_ms", "duration_ms", "is_rand", "tab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,17 +87,19 @@ def events(folder: str | Path, variant: Variant = "1k") -> Events:
     found = sorted(Path(folder).rglob("log_*.csv"))
     if not found:
         raise SourceUnavailable(f"no log_*.csv of KuaiRand in {folder}; get it from {PAGE}. {LICENCE}")
-    return files(found, schema(variant), transform=_transform, licence=LICENCE)
+    return files(found, schema(variant), columns=NEEDED, transform=_transform, licence=LICENCE)
 
 
 def _transform(table: pa.Table) -> pa.Table:
-    signals: pa.ChunkedArray | None = None
+    signals = np.zeros(table.num_rows, np.int64)
+    wrong = np.zeros(table.num_rows, bool)
     for bit, name in enumerate(SIGNALS):
         column = table.column(name)
         if pa.types.is_string(column.type):
             column = pc.if_else(pc.match_substring_regex(column, "^[01]$"), column, None).cast(pa.int64())
-        shifted = pc.multiply(pc.if_else(pc.is_in(column, pa.array([0, 1], column.type)), column, None), 1 << bit)
-        signals = shifted if signals is None else pc.add(signals, shifted)
+        flags = column.fill_null(2).to_numpy()
+        wrong |= (flags != 0) & (flags != 1)
+        signals |= (flags == 1).astype(np.int64) << bit
     out = {
         "user": table.column("user_id"),
         "time": _scaled(table.column("time_ms"), lambda ms: np.floor(ms / 1000)),
@@ -104,7 +107,7 @@ def _transform(table: pa.Table) -> pa.Table:
         "tab": table.column("tab"),
         "random": table.column("is_rand"),
         "duration": _scaled(table.column("duration_ms"), lambda ms: np.log1p(np.maximum(ms, 0) / 1000)),
-        "signals": signals,
+        "signals": pa.array(signals, mask=wrong),  # missing where a flag is neither 0 nor 1
         "watched": _scaled(table.column("play_time_ms"), lambda ms: np.log1p(np.maximum(ms, 0) / 1000)),
     }
     if RAW in table.column_names:
