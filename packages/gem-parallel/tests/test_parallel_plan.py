@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import random
 import subprocess
 import sys
 import time
@@ -314,3 +316,102 @@ def test_every_op_lists_what_it_sends():
     shard = model.table_params * 4 / 16
     np.testing.assert_allclose(by_kind["table all-gather"], [shard * 3 / 4, 0, 0])
     np.testing.assert_allclose(by_kind["table reduce-scatter"], [shard * 3 / 4, 0, 0])
+
+
+# --- a measured profile
+
+
+def measured_machine(rng, world):
+    """(profile as a file's contents, seconds of a step): a machine whose rates nobody tells the planner."""
+    batches, true = (64, 256), {}
+    units, collectives = [], []
+    for name in ("a", "b"):
+        forward, fixed = rng.uniform(2e-6, 9e-6), rng.uniform(1e-5, 8e-5)
+        true[name] = (fixed, forward)
+        units += [
+            {
+                "name": name,
+                "batch": batch,
+                "forward_ms": 1e3 * (fixed + forward * batch) * rng.uniform(0.98, 1.02),
+                "backward_ms": 1e3 * (2 * fixed + 2.2 * forward * batch) * rng.uniform(0.98, 1.02),
+            }
+            for batch in batches
+        ]
+    rate = {kind: rng.uniform(2e11, 4e11) for kind in ("all_gather", "reduce_scatter")}
+    latency = rng.uniform(5e-6, 2e-5)
+    for kind, speed in rate.items():
+        collectives += [
+            {
+                "tier": "nvlink",
+                "kind": kind,
+                "size": 2,
+                "bytes": size,
+                "ms": 1e3 * (latency + size / 2 / speed) * rng.uniform(0.98, 1.02),
+            }
+            for size in (2**22, 2**26, 2**28)
+        ]
+    data = {"source": "synthetic", "slowdown": 0.0, "units": units, "collectives": collectives}
+    params, batch = 40_000_000, 128
+    compute = sum(fixed + forward * batch + 2 * fixed + 2.2 * forward * batch for fixed, forward in true.values())
+    if world == 1:
+        return data, compute
+    gather = latency + 2 * params / 2 / rate["all_gather"]
+    reduce = latency + 4 * params / 2 / rate["reduce_scatter"]
+    forward = {name: fixed + slope * batch for name, (fixed, slope) in true.items()}
+    backward = {name: 2 * fixed + 2.2 * slope * batch for name, (fixed, slope) in true.items()}
+    # one stream of links beside one of compute, two units: written out by hand
+    a_ready = gather
+    b_ready = 2 * gather
+    a_done = a_ready + forward["a"]
+    b_done = max(a_done, b_ready) + forward["b"]
+    b_again = b_done + gather
+    a_again = b_again + gather
+    b_back = b_again + backward["b"]
+    b_reduced = max(a_again, b_back) + reduce
+    a_back = max(a_again, b_back) + backward["a"]
+    return data, max(b_reduced, a_back) + reduce
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("ending", ["json", "toml"])
+def test_a_measured_profile_predicts_the_step_within_fifteen_percent(tmp_path, world, ending):
+    rng = random.Random(world)
+    tier = Tier(name="nvlink", size=2, bandwidth_gbps=10.0, latency_us=500.0)  # wrong, and replaced
+    machine = Topology(device="x", device_memory=10**11, memory_gbps=1e9, host_memory=10**12, tiers=(tier,))
+    layers = tuple(LayerSpec(name=name, flops=1e12, params=40_000_000, activation_bytes=1e3) for name in ("a", "b"))
+    for attempt in range(5):
+        data, truth = measured_machine(rng, world)
+        path = tmp_path / f"profile-{attempt}.{ending}"
+        if ending == "json":
+            path.write_text(json.dumps(data))
+        else:
+            lines = [f"{key} = {value!r}" for key, value in data.items() if not isinstance(value, list)]
+            for key in ("units", "collectives"):
+                for row in data[key]:
+                    lines += [f"[[{key}]]", *(f"{k} = {json.dumps(v)}" for k, v in row.items())]
+            path.write_text("\n".join(lines).replace("'", '"'))
+        profile = Profile.read(path)
+        layout = Layout(world=world, fsdp=world, table_shard=world)
+        model = ModelSpec(name="two units", layers=layers)
+        load = place_tables(model, world)
+        found = run(step_ops(model, layout, load, 128, machine, profile)).end
+        assert found == pytest.approx(truth, rel=0.15)
+        assumed = run(step_ops(model, layout, load, 128, machine, Profile(slowdown=0.0))).end
+        assert abs(assumed / truth - 1) > 0.5
+
+
+def test_measurements_that_say_nothing_are_refused():
+    collective = {"tier": "nvlink", "kind": "all_gather", "size": 2, "bytes": 1000, "ms": 1.0}
+    for wrong, message in (
+        ({"kind": "gossip"}, "kind must be one of all_gather"),
+        ({"size": 1}, "at least 2 ranks"),
+        ({"ms": 0}, "ms must be > 0, got 0"),
+        ({"bytes": None}, "bytes must be > 0, got None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Profile().measured(collectives=[{**collective, **wrong}])
+    with pytest.raises(ValueError, match="larger sizes took no longer"):
+        Profile().measured(collectives=[collective, {**collective, "bytes": 2000, "ms": 0.9}])
+    one = Profile().measured(units=[{"name": "a", "batch": 10, "forward_ms": 2.0, "backward_ms": 3.0}])
+    assert one.unit("a").seconds(20, backward=True) == pytest.approx(6e-3)
+    assert one.unit("b") is None

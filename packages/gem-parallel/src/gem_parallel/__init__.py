@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from gem_parallel.memory.quantise import Quantiser
     from gem_parallel.parallel import ParallelModel, parallelize
     from gem_parallel.planning.planner import NothingFitsError, Plan, plan
+    from gem_parallel.planning.profile import Profile
     from gem_parallel.planning.simulator import Disturbance, Simulation, curve_table, scaling_curve, simulate
-    from gem_parallel.planning.spec import LayerSpec, ModelSpec, Profile, TableSpec
+    from gem_parallel.planning.spec import LayerSpec, ModelSpec, TableSpec
     from gem_parallel.planning.topology import Tier, Topology
     from gem_parallel.runtime import PeerLostError, Runtime, start
     from gem_parallel.sparse.initial import init_tables
@@ -64,7 +65,7 @@ _HOME = {
     "simulate": "planning.simulator",
     "LayerSpec": "planning.spec",
     "ModelSpec": "planning.spec",
-    "Profile": "planning.spec",
+    "Profile": "planning.profile",
     "TableSpec": "planning.spec",
     "init_tables": "sparse.initial",
     "Tier": "planning.topology",

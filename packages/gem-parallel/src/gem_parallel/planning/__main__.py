@@ -10,8 +10,9 @@ from pathlib import Path
 
 from gem_parallel.planning.layout import STRATEGIES
 from gem_parallel.planning.planner import NothingFitsError, plan
+from gem_parallel.planning.profile import Profile
 from gem_parallel.planning.simulator import Disturbance, curve_table, scaling_curve, simulate
-from gem_parallel.planning.spec import ModelSpec, Profile
+from gem_parallel.planning.spec import ModelSpec
 from gem_parallel.planning.topology import Topology
 
 
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("topology", type=Path, help="TOML of a Topology")
     parser.add_argument("--batch", type=int, required=True, help="samples per device")
     parser.add_argument("--world", type=int, help="devices; all of the topology by default")
-    parser.add_argument("--profile", type=Path, help="TOML of a measured Profile")
+    parser.add_argument("--profile", type=Path, help="TOML or JSON of a measured Profile")
     parser.add_argument(
         "--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES, help="table strategies; v2 is inexact"
     )
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Topology.from_toml(args.topology),
             args.batch,
             world=args.world,
-            profile=Profile.from_toml(args.profile) if args.profile else None,
+            profile=Profile.read(args.profile) if args.profile else None,
             strategies=args.strategies,
         )
     except NothingFitsError as error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gem_parallel.planning.spec import Profile
+from gem_parallel.planning.profile import KINDS, Profile
 from gem_parallel.planning.topology import Topology
 
 
@@ -54,27 +54,40 @@ class Links:
     def __init__(self, topology: Topology, profile: Profile) -> None:
         self.topology = topology
         self._message = profile.message_us * 1e-6
-        self._rates = [
-            tier.bandwidth_gbps * 1e9 * profile.link_efficiency / tier.oversubscription for tier in topology.tiers
-        ]
-        self._latency = [tier.latency_us * 1e-6 for tier in topology.tiers]
+        self._rates: dict[str, list[float]] = {}
+        self._latency: dict[str, list[float]] = {}
+        for kind in KINDS:
+            measured = [profile.link(tier.name, kind) for tier in topology.tiers]
+            self._rates[kind] = [
+                link.gbps * 1e9 if link else tier.bandwidth_gbps * 1e9 * profile.link_efficiency / tier.oversubscription
+                for tier, link in zip(topology.tiers, measured, strict=True)
+            ]
+            self._latency[kind] = [
+                (link.latency_us if link else tier.latency_us) * 1e-6
+                for tier, link in zip(topology.tiers, measured, strict=True)
+            ]
 
     def all_gather(self, group: Group, size: float) -> Cost:
         """Every rank ends with `size` bytes, of which it had size / group.size."""
+        return self._ring("all_gather", group, size)
+
+    def reduce_scatter(self, group: Group, size: float) -> Cost:
+        """The same bytes in the other direction."""
+        return self._ring("reduce_scatter", group, size)
+
+    def _ring(self, kind: str, group: Group, size: float) -> Cost:
         inner, sent, seconds, latency = 1, [], 0.0, 0.0
         for tier, members in enumerate(group.members(self.topology)):
             moved = size / inner - size / members
             sent.append(moved)
-            seconds = max(seconds, moved / self._rates[tier])
-            latency += (members // inner - 1) * self._latency[tier]
+            seconds = max(seconds, moved / self._rates[kind][tier])
+            latency += (members // inner - 1) * self._latency[kind][tier]
             inner = members
         return Cost(seconds + latency, tuple(sent))
 
-    reduce_scatter = all_gather  # the same bytes in the other direction
-
     def all_reduce(self, group: Group, size: float) -> Cost:
         """A reduce-scatter and an all-gather of `size` bytes."""
-        half = self.all_gather(group, size)
+        half = self._ring("all_reduce", group, size)
         return Cost(2 * half.seconds, tuple(2 * moved for moved in half.sent))
 
     def all_to_all(self, group: Group, size: float) -> Cost:
@@ -83,8 +96,8 @@ class Links:
         for tier, members in enumerate(group.members(self.topology)):
             moved = size * (members - inner) / group.size
             sent.append(moved)
-            seconds = max(seconds, moved / self._rates[tier])
+            seconds = max(seconds, moved / self._rates["all_to_all"][tier])
             if members > inner:
-                latency = self._latency[tier]
+                latency = self._latency["all_to_all"][tier]
             inner = members
         return Cost(seconds + latency + (group.size - 1) * self._message, tuple(sent))

@@ -6,7 +6,8 @@ import heapq
 from dataclasses import dataclass
 
 from gem_parallel.planning.cost import Cost, Group, Links
-from gem_parallel.planning.spec import LayerSpec, ModelSpec, Profile
+from gem_parallel.planning.profile import Profile
+from gem_parallel.planning.spec import LayerSpec, ModelSpec
 from gem_parallel.planning.timeline import COMPUTE, Op
 from gem_parallel.planning.topology import Topology
 
@@ -173,6 +174,7 @@ class _Step:
         links: Links,
     ) -> None:
         self.model, self.layout, self.load, self.batch, self.links = model, layout, load, batch, links
+        self.profile = profile
         self.rate = profile.tflops * 1e12
         self.fixed = profile.unit_us * 1e-6
         self.memory_rate = topology.memory_gbps * 1e9 * profile.lookup_efficiency
@@ -262,7 +264,11 @@ class _Step:
         return tuple(self._add("fsdp all-gather", "dense", cost, after, group=group) for cost in costs)
 
     def _unit(self, unit: LayerSpec, times: float, waits: tuple[int, ...]) -> int:
-        """Compute of a unit, with the exchange around its experts."""
+        """Compute of a unit, with the exchange around its experts; a measured unit takes what was measured."""
+        measured = self.profile.unit(unit.name)
+        if measured is not None and (not unit.experts or self.groups["ep"].size == 1):
+            seconds = measured.seconds(self.batch, backward=times > 1)
+            return self._add("dense", COMPUTE, seconds, waits, load="samples")
         flops = times * self.batch * unit.flops
         experts = times * self.batch * unit.experts * unit.expert_flops
         ep = self.groups["ep"]
@@ -287,7 +293,7 @@ class _Step:
                 continue
             size = params * self.model.reduce_bytes
             if group.size > 1:
-                cost = self.links.all_gather(group, size)
+                cost = self.links.reduce_scatter(group, size)
                 last = (self._add("fsdp reduce-scatter", "dense", cost, last, group=group),)
             if replicas.size > 1:
                 cost = self.links.all_reduce(replicas, size / group.size)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from gem_parallel.planning.cost import Links
 from gem_parallel.planning.layout import STRATEGIES, Layout, TableLoad, memory, place_tables, step_ops
-from gem_parallel.planning.spec import ModelSpec, Profile
+from gem_parallel.planning.profile import Profile
+from gem_parallel.planning.spec import ModelSpec
 from gem_parallel.planning.timeline import COMPUTE, Op, run
 from gem_parallel.planning.topology import Topology
 

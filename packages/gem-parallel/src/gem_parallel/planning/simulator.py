@@ -14,7 +14,8 @@ import numpy as np
 from gem_parallel.planning.cost import Group
 from gem_parallel.planning.layout import place_tables, step_ops
 from gem_parallel.planning.planner import Plan, hidden_seconds, plan
-from gem_parallel.planning.spec import ModelSpec, Profile
+from gem_parallel.planning.profile import Profile
+from gem_parallel.planning.spec import ModelSpec
 from gem_parallel.planning.timeline import COMPUTE, Op, run
 from gem_parallel.planning.topology import Topology
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 
-def _require(ok: bool, what: str) -> None:
+def require(ok: bool, what: str) -> None:
+    """Raise ValueError(what) unless ok."""
     if not ok:
         raise ValueError(what)
 
@@ -43,9 +44,9 @@ class LayerSpec:
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            _require(value >= 0, f"layer {self.name!r}: {field.name} must be >= 0, got {value!r}")
-        _require(self.count >= 1, f"layer {self.name!r}: count must be >= 1, got {self.count!r}")
-        _require(
+            require(value >= 0, f"layer {self.name!r}: {field.name} must be >= 0, got {value!r}")
+        require(self.count >= 1, f"layer {self.name!r}: count must be >= 1, got {self.count!r}")
+        require(
             (self.experts > 0) == (self.expert_params > 0),
             f"layer {self.name!r}: experts and expert_params go together, got {self.experts} and {self.expert_params}",
         )
@@ -70,8 +71,8 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         for key in ("rows", "dim", "count"):
-            _require(getattr(self, key) >= 1, f"table {self.name!r}: {key} must be >= 1, got {getattr(self, key)!r}")
-        _require(self.pooling >= 0, f"table {self.name!r}: pooling must be >= 0, got {self.pooling!r}")
+            require(getattr(self, key) >= 1, f"table {self.name!r}: {key} must be >= 1, got {getattr(self, key)!r}")
+        require(self.pooling >= 0, f"table {self.name!r}: pooling must be >= 0, got {self.pooling!r}")
 
     @property
     def vectors(self) -> float:
@@ -104,7 +105,7 @@ class ModelSpec:
     input_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(bool(self.layers), f"model {self.name!r} has no layers")
+        require(bool(self.layers), f"model {self.name!r} has no layers")
 
     @property
     def units(self) -> tuple[LayerSpec, ...]:
@@ -146,53 +147,3 @@ class ModelSpec:
             return cls(layers=layers, tables=tables, **data)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a model: {error}") from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """What the machine really achieves; the defaults are assumptions, a measured profile replaces them.
-
-    Attributes:
-        tflops: 10^12 useful FLOPs per second of one device inside the layers (peak times local MFU).
-        unit_us: microseconds of a layer's fixed cost, forward.
-        link_efficiency: share of a tier's bandwidth that a collective attains.
-        message_us: microseconds to send one message of an all-to-all, beside its bytes.
-        lookup_efficiency: share of the memory bandwidth that table lookups and updates attain.
-        slowdown: share of the compute rate that is lost while a collective runs beside it (SMs and memory traffic).
-        reserve_bytes: memory taken by the driver, the allocator and communication buffers.
-        usable: share of the device memory that may be planned.
-        source: where the numbers come from.
-    """
-
-    tflops: float = 350.0
-    unit_us: float = 20.0
-    link_efficiency: float = 0.8
-    message_us: float = 1.0
-    lookup_efficiency: float = 0.5
-    slowdown: float = 0.09
-    reserve_bytes: int = 6 << 30
-    usable: float = 0.92
-    source: str = "assumed"
-
-    def __post_init__(self) -> None:
-        for key in ("tflops", "link_efficiency", "lookup_efficiency", "usable"):
-            _require(getattr(self, key) > 0, f"Profile.{key} must be > 0, got {getattr(self, key)!r}")
-        for key in ("unit_us", "message_us", "slowdown", "reserve_bytes"):
-            _require(getattr(self, key) >= 0, f"Profile.{key} must be >= 0, got {getattr(self, key)!r}")
-        for key in ("link_efficiency", "lookup_efficiency", "usable"):
-            _require(getattr(self, key) <= 1, f"Profile.{key} must be <= 1, got {getattr(self, key)!r}")
-        _require(self.slowdown < 1, f"Profile.slowdown must be < 1, got {self.slowdown!r}")
-
-    @classmethod
-    def from_toml(cls, path: str | Path) -> Profile:
-        """Read keys of this class.
-
-        Raises:
-            ValueError: an unknown key or a value out of range, naming the file.
-        """
-        with open(path, "rb") as file:
-            data: dict[str, Any] = tomllib.load(file)
-        try:
-            return cls(**{"source": str(path), **data})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: not a profile: {error}") from error
