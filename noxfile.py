@@ -51,10 +51,11 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Static types of every package (mypy; torch itself is not installed and counts as Any)."""
-    session.install("mypy==2.4.1", "numpy")
+    """Static types of every package and of the tools (mypy; torch itself is not installed and counts as Any)."""
+    session.install("mypy==2.4.1", "numpy", "packaging")
     for package in PACKAGES:
         session.run("mypy", "-p", package.replace("-", "_"))
+    session.run("mypy", *map(str, sorted(ROOT.glob("tools/*.py"))), env={"MYPYPATH": "tools"})
 
 
 @nox.session

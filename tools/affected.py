@@ -42,7 +42,7 @@ def needs(path: str, root: Path = ROOT) -> set[str]:
     if path == "tools/docs.txt":
         return {"docs"}
     if parts[0] == "tools" and path.endswith((".py", ".sh")):
-        return {"lint", TOOLS}
+        return {"lint", "types", TOOLS}
     return set(EVERYTHING)
 
 

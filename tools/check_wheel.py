@@ -42,7 +42,7 @@ def main() -> None:
         program = Path(sys.executable).parent / script.name
         for words in (["--version"], ["--help"]):
             subprocess.run([program, *words], check=True, stdout=subprocess.DEVNULL)
-    readme = metadata.metadata(distribution).get_payload() or metadata.metadata(distribution)["Description"]
+    readme = metadata.metadata(distribution).json["description"]
     examples = re.findall(r"```python\n(.*?)```", str(readme), flags=re.DOTALL)
     if not examples:
         raise SystemExit(f"the README of {distribution} has no Python example to run")

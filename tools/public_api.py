@@ -69,20 +69,19 @@ def lines(thing: griffe.Object, path: str) -> Iterator[str]:
     if isinstance(thing, griffe.Module):
         exported = [str(name) for name in thing.exports] if thing.exports is not None else None
         for name in sorted(exported or [n for n, m in thing.members.items() if m.is_public and not m.is_alias]):
-            member = resolve(thing, name)
-            if member is not None:
-                yield from lines(member, f"{path}.{name}")
+            target = resolve(thing, name)
+            if target is not None:
+                yield from lines(target, f"{path}.{name}")
     elif isinstance(thing, griffe.Class):
         yield f"class {path}{signature(thing)}{note}"
         members = {**thing.inherited_members, **thing.members}
         for name, member in sorted(members.items()):
             if name.startswith("_"):
                 continue
-            if isinstance(member, griffe.Alias):
-                member = member.final_target
-            set_in_init = member.labels == {"instance-attribute"} and "dataclass" not in thing.labels
-            if not isinstance(member, griffe.Module) and not set_in_init:
-                yield from lines(member, f"{path}.{name}")
+            found = member.final_target if isinstance(member, griffe.Alias) else member
+            set_in_init = found.labels == {"instance-attribute"} and "dataclass" not in thing.labels
+            if not isinstance(found, griffe.Module) and not set_in_init:
+                yield from lines(found, f"{path}.{name}")
     elif isinstance(thing, griffe.Function):
         yield f"{path}{signature(thing)}{note}"
     else:
