@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from gem_data.balance import LengthCost, assign, budget_batches, imbalance, moved
+from gem_data.balance import LengthCost, assign, budget_batches, deal, imbalance, moved
 from gem_data.balance.simulate import Lognormal, Observed, main, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,6 +91,18 @@ def test_budget_batches_are_full_and_in_order(costs, budget):
         assert sum(costs[a:b]) <= budget or b == a + 1
         if b < len(costs):
             assert sum(costs[a : b + 1]) > budget
+
+
+@settings(deadline=None)
+@given(costs=st.lists(st.sampled_from([0, 0, 1, 2, 7, 30]), max_size=60), ranks=st.integers(1, 9))
+def test_dealing_gives_each_sample_to_one_rank_and_lpt_its_bound(costs, ranks):
+    shares = deal(costs, ranks)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(costs)))
+    assert all((np.diff(s) > 0).all() for s in shares)
+    if len(costs) >= ranks:
+        assert min(map(len, shares)) >= 1
+    totals = [sum(costs[i] for i in s) for s in shares]
+    assert max(totals) <= sum(costs) / ranks + max(costs, default=0)  # the last one went to the lightest
 
 
 def test_the_cost_is_its_equation():

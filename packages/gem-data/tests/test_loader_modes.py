@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 
+import gem_data.batches.loader
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -111,6 +112,70 @@ def test_exactly_once_with_every_order_and_balance(small_log, n, world, resumed_
         if loaders[0].epoch == 1:
             break
     assert len(set(seen)) == len(seen) == n - n % 12
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n=st.integers(1, 150),
+    world=st.sampled_from([1, 2, 5]),
+    resumed_world=st.sampled_from([1, 3, 40]),
+    stop=st.integers(0, 20),
+    permute=st.sampled_from(["sort", "cipher"]),
+    budget=st.sampled_from([1, 7, 40, 10**6]),
+    cost=st.sampled_from([None, LengthCost(quadratic=0.25, linear=1, constant=1)]),
+    piece=st.sampled_from([4, 10**6]),
+)
+def test_exactly_once_under_a_budget(small_log, n, world, resumed_world, stop, permute, budget, cost, piece):
+    options = config(permute=permute, budget=budget, cost=cost, batch_size=50)
+    events = Collator(small_log, max_history=4)
+    state, steps, seen = None, 0, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gem_data.batches.loader, "PIECE", piece)
+        for size, limit in ((world, stop), (resumed_world, 10**6)):
+            loaders = [Loader(small_log, range(150 - n, 150), options, rank=r, world=size) for r in range(size)]
+            for loader in loaders if state else []:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+            while steps < limit and loaders[0].epoch == 0:
+                for parts in zip(*loaders, strict=True):
+                    rows = loaders[0].global_rows(0, steps)
+                    step = [i for part in parts for i in ids(part) if i >= 0]
+                    assert sorted(step) == sorted(rows.tolist())
+                    assert all(len(part) >= 1 for part in parts)
+                    costs = (cost or LengthCost())(events.costs(rows))
+                    assert len(rows) == 1 or (costs.sum() <= budget and len(rows) <= 50)
+                    seen += step
+                    steps += 1
+                    if steps == limit:
+                        break
+            state = loaders[0].state_dict()
+            if loaders[0].epoch == 1:
+                break
+    assert len(set(seen)) == len(seen) == n
+    loader = Loader(small_log, range(150 - n, 150), options)
+    assert steps == len(loader) == loader.steps_per_epoch
+    order = np.concatenate([loader.global_rows(0, s) for s in range(steps)])
+    costs = (cost or LengthCost())(events.costs(order))
+    sizes = [len(loader.global_rows(0, s)) for s in range(steps)]
+    for end in np.cumsum(sizes)[:-1]:  # no batch had room for the next sample
+        size = sizes[int(np.searchsorted(np.cumsum(sizes), end))]
+        assert size == 50 or costs[end - size : end + 1].sum() > budget
+
+
+def test_a_budget_evens_out_the_ranks_and_is_part_of_a_position(tmp_path):
+    from gem_data.sources import synthetic
+
+    build_log(*synthetic.load(synthetic.SyntheticConfig(events=8000)), tmp_path / "log")
+    log = EventLog.open(tmp_path / "log")
+    options = config(budget=20_000, batch_size=4096, max_history=200, workers=2)
+    batches = [next(iter(Loader(log, range(len(log)), options, rank=r, world=8))) for r in range(8)]
+    totals = [int(b.sequences["events"].offsets[-1]) for b in batches]
+    assert 19_000 < sum(totals) <= 20_000
+    assert max(totals) / np.mean(totals) < 1.01
+    assert len({len(b) for b in batches}) > 1
+    state = Loader(log, range(len(log)), options).state_dict()
+    for other in ({"budget": 10_000}, {"cost": LengthCost(linear=2)}, {"budget": None}):
+        with pytest.raises(ValueError, match="other data or settings"):
+            Loader(log, range(len(log)), dataclasses.replace(options, **other)).load_state_dict(state)
 
 
 def test_a_range_is_never_written_out(small_log):
@@ -390,6 +455,9 @@ def test_the_tail_waits_for_events_and_can_be_stopped(tmp_path):
         ({"permute": "ciper"}, "did you mean 'cipher'"),
         ({"balance": "bbs", "drop_last": False}, "is for training"),
         ({"workers": -1}, "workers must be 0 or more"),
+        ({"budget": 0}, "budget must be positive"),
+        ({"budget": 9, "balance": "lpt"}, "balance must be 'none', not 'lpt'"),
+        ({"budget": 9, "cost": len}, "expected a LengthCost"),
     ],
 )
 def test_wrong_settings(options, message):

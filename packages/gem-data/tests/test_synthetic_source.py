@@ -133,6 +133,20 @@ def test_seed_and_size():
         synthetic.SyntheticConfig(events=0)
 
 
+def test_zipf_lengths_follow_their_law():
+    config = synthetic.SyntheticConfig(events=300_000, lengths="zipf", exponent=1.3, max_length=64)
+    table, _ = synthetic.load(config)
+    lengths = np.bincount(table["user"].to_numpy())
+    n = np.arange(1, 65)
+    expected = n**-1.3 / (n**-1.3).sum() * len(lengths)
+    found = np.bincount(lengths, minlength=65)[1:]
+    assert found.sum() == len(lengths) > 10_000
+    assert ((found - expected) ** 2 / expected).sum() < 103.4  # 0.1% point of chi-squared, 63 degrees
+    for wrong in ({"lengths": "zipff"}, {"exponent": -1}):
+        with pytest.raises(ValueError, match="lognormal, zipf"):
+            synthetic.SyntheticConfig(**wrong)
+
+
 def test_drift_and_searches_are_in_the_true_probability_and_in_the_batch(tmp_path):
     config = synthetic.SyntheticConfig(events=15_000, seed=5, drift=0.8, searches=0.4)
     build_log(*synthetic.load(config), tmp_path / "log")

@@ -10,6 +10,7 @@ from gem_data.balance.methods import (
     assign,
     budget_batches,
     check_costs,
+    deal,
     imbalance,
     moved,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "assign",
     "budget_batches",
     "check_costs",
+    "deal",
     "imbalance",
     "moved",
 ]

@@ -144,22 +144,40 @@ def _differencing(costs: Costs, bins: int) -> Index:
     return groups[0][3]
 
 
-def budget_batches(costs: Any, budget: float) -> Index:
+def deal(costs: Any, ranks: int) -> list[Index]:
+    """Who takes what where shares need not be equal in number: of each rank, ascending sample indices int64.
+
+    Longest processing time first, sample by sample; every rank has one if there are as many samples as ranks.
+    """
+    values = check_costs(costs)
+    if ranks < 1:
+        raise ValueError(f"ranks must be 1 or more, not {ranks}")
+    heap = [(0.0, 0, r) for r in range(ranks)]
+    taken: list[list[int]] = [[] for _ in range(ranks)]
+    for item in np.argsort(-values, kind="stable").tolist():
+        total, count, r = heap[0]  # of equally light ranks the one with the fewest samples
+        taken[r].append(item)
+        heapq.heapreplace(heap, (total + float(values[item]), count + 1, r))
+    return [np.sort(np.array(t, np.int64)) for t in taken]
+
+
+def budget_batches(costs: Any, budget: float, *, most: int | None = None) -> Index:
     """Cut a stream into batches of at most `budget` (tokens, say): offsets [batches + 1] int64, order kept.
 
-    A batch ends where the next sample would go over; a sample that is over by itself is a batch of its own.
-    Raises ValueError for a budget that is not positive and for costs that are no costs.
+    A batch ends where the next sample would go over, or has `most` samples; a sample that is over by itself is a batch
+    of its own. Raises ValueError for a budget that is not positive and for costs that are no costs.
     """
     values = check_costs(costs)
     if not budget > 0:
         raise ValueError(f"a batch's budget must be positive, not {budget!r}")
+    most = len(values) if most is None else most
     # Whole numbers (tokens) stay exact; a budget met to the last bit is met.
     total = np.concatenate([[0.0], np.cumsum(values)])
     offsets = [0]
     while offsets[-1] < len(values):
         at = offsets[-1]
         end = int(np.searchsorted(total, total[at] + budget, side="right")) - 1
-        offsets.append(max(end, at + 1))
+        offsets.append(max(min(end, at + most), at + 1))
     return np.array(offsets, np.int64)
 
 

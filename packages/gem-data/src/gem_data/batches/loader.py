@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.balance import SUB_BATCH, CostFunction, Method, assign
+from gem_data.balance import SUB_BATCH, CostFunction, LengthCost, Method, assign, budget_batches, deal
 from gem_data.batches.batch import JaggedBatch
 from gem_data.batches.collate import Collator, MaxHistory
 from gem_data.batches.order import Cipher, permutation
@@ -26,6 +26,8 @@ from gem_data.schema import unknown
 
 Permute = Literal["sort", "cipher"]
 
+PIECE = 1 << 20  # samples whose costs are held at a time where a budget cuts an epoch
+
 # Not part of a position: they change neither which samples come nor when.
 _FREE = ("prefetch", "pin_memory", "workers", "restarts", "start", "share_requests", "balance", "sub_batch", "cost")
 
@@ -34,7 +36,11 @@ _FREE = ("prefetch", "pin_memory", "workers", "restarts", "start", "share_reques
 class LoaderConfig:
     """How to read.
 
-    batch_size   of the global batch, over all ranks.
+    batch_size   of the global batch, over all ranks; with a `budget`, at most.
+    budget       the most that the samples of a global batch may cost together: as many samples as fit, in order, dealt
+                 to the ranks by cost, not in equal number. Costs are of the histories: their number of events, or what
+                 `cost`, a `LengthCost`, makes of it. An epoch then begins with a pass over all lengths, has as many
+                 steps as it takes, and drops nothing.
     shuffle      a new permutation each epoch, or the rows in the order given.
     drop_last    drop the last incomplete global batch of an epoch (training), or keep it, padded (evaluation).
     prefetch     batches that a background thread prepares ahead; 0 for none. Never changes what comes or its order.
@@ -49,6 +55,7 @@ class LoaderConfig:
 
     batch_size: int
     max_history: MaxHistory
+    budget: float | None = None
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = True
@@ -79,6 +86,21 @@ class LoaderConfig:
             raise ValueError(f"seed must be under 2^64, not {self.seed}")
         if self.balance != "none" and not self.drop_last:
             raise ValueError(f"balance {self.balance!r} is for training: batches that are padded are not balanced")
+        if self.budget is not None:
+            self._check_budget(self.budget)
+
+    def _check_budget(self, budget: float) -> None:
+        if not budget > 0:
+            raise ValueError(f"budget must be positive, not {budget!r}")
+        if self.balance != "none":
+            raise ValueError(
+                f"with a budget samples are dealt to the ranks by cost; balance must be 'none', not {self.balance!r}"
+            )
+        if not (self.cost is None or isinstance(self.cost, LengthCost)):
+            raise ValueError(
+                f"with a budget the cost decides which samples come, so that a saved position must name it: expected a "
+                f"LengthCost, not {self.cost!r}"
+            )
 
 
 class Loader:
@@ -100,17 +122,18 @@ class Loader:
         n, size = len(self._rows), config.batch_size
         if n == 0:
             raise ValueError("no rows to load")
-        if config.drop_last and size % world:
+        if config.drop_last and size % world and config.budget is None:
             raise ValueError(
                 f"batch_size {size} does not divide among {world} ranks; the next that does is {size + -size % world}"
             )
-        if config.drop_last and n < size:
+        if config.drop_last and n < size and config.budget is None:
             raise ValueError(
                 f"{n} rows do not fill one global batch of {size}; lower batch_size or use drop_last=False"
             )
         self.epoch = self.step = 0
         self._collate = Collator(log, max_history=config.max_history, share=config.share_requests)
         self._order: tuple[int, NDArray[np.int64]] | None = None
+        self._cuts: tuple[int, NDArray[np.int64]] | None = None
 
     @property
     def log(self) -> EventLog:
@@ -124,18 +147,23 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches per epoch; the last, incomplete one counts where it is kept."""
+        """Global batches per epoch; the last, incomplete one counts where it is kept. With a budget: of this epoch."""
+        return self._steps(self.epoch)
+
+    def _steps(self, epoch: int) -> int:
+        if self.config.budget is not None:
+            return len(self._epoch_cuts(epoch)) - 1
         full, rest = divmod(len(self._rows), self.config.batch_size)
         return full + int(rest > 0 and not self.config.drop_last)
 
     @property
     def dropped_per_epoch(self) -> int:
         """Rows that an epoch leaves out: those that fill no global batch (others each epoch if shuffled)."""
-        return len(self._rows) % self.config.batch_size if self.config.drop_last else 0
+        return len(self._rows) % self.config.batch_size if self.config.drop_last and self.config.budget is None else 0
 
     @property
     def local_batch_size(self) -> int:
-        """Samples per step on each rank, padding included."""
+        """Samples per step on each rank, padding included. With a budget ranks differ: what an equal share would be."""
         return -(-self.config.batch_size // self.world)
 
     def __len__(self) -> int:
@@ -143,14 +171,22 @@ class Loader:
 
     def global_rows(self, epoch: int, step: int) -> NDArray[np.int64]:
         """The rows of a global batch, without padding."""
-        if not 0 <= step < self.steps_per_epoch:
-            raise ValueError(f"step {step} is outside an epoch of {self.steps_per_epoch} steps")
-        size, n = self.config.batch_size, len(self._rows)
+        steps = self._steps(epoch)
+        if not 0 <= step < steps:
+            raise ValueError(f"step {step} is outside an epoch of {steps} steps")
+        if self.config.budget is not None:
+            cuts = self._epoch_cuts(epoch)
+            return self._ordered(epoch, int(cuts[step]), int(cuts[step + 1]))
+        size = self.config.batch_size
+        return self._ordered(epoch, step * size, min((step + 1) * size, len(self._rows)))
+
+    def _ordered(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """The rows at positions [start, stop) of an epoch."""
         if self.config.shuffle and self.config.permute == "sort":
-            return self._epoch_order(epoch)[step * size : (step + 1) * size]
-        at = np.arange(step * size, min((step + 1) * size, n))
+            return self._epoch_order(epoch)[start:stop]
+        at = np.arange(start, stop)
         if self.config.shuffle:
-            at = Cipher(n=n, seed=self.config.seed, epoch=epoch)(at)
+            at = Cipher(n=len(self._rows), seed=self.config.seed, epoch=epoch)(at)
         if isinstance(self._rows, range):
             return self._rows.start + self._rows.step * at
         return self._rows[at]
@@ -158,10 +194,14 @@ class Loader:
     def local_rows(self, epoch: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """This rank's share of a global batch: rows [local_batch_size] and which of them are padding."""
         rows = self.global_rows(epoch, step)
+        if self.config.budget is not None:
+            chosen = deal(self._costs(rows), self.world)[self.rank]
+            if len(chosen) == 0:  # fewer samples than ranks; this one still takes part in the step
+                return rows[:1], np.ones(1, bool)
+            return rows[chosen], np.zeros(len(chosen), bool)
         if self.config.balance != "none":
-            costs = self._collate.costs(rows)
             chosen = assign(
-                self.config.cost(costs) if self.config.cost else costs,
+                self._costs(rows),
                 self.world,
                 method=self.config.balance,
                 sub_batch=self.config.sub_batch,
@@ -169,6 +209,10 @@ class Loader:
             return rows[chosen], np.zeros(len(chosen), bool)
         at = np.arange(self.rank * self.local_batch_size, (self.rank + 1) * self.local_batch_size)
         return rows[np.minimum(at, len(rows) - 1)], at >= len(rows)
+
+    def _costs(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        lengths = self._collate.costs(rows)
+        return self.config.cost(lengths) if self.config.cost else lengths
 
     def batch(self, epoch: int, step: int) -> JaggedBatch:
         """This rank's batch at a position, wherever the loader stands."""
@@ -178,11 +222,12 @@ class Loader:
 
     def __iter__(self) -> Iterator[JaggedBatch]:
         epoch, first = self.epoch, self.step
-        steps = range(first, self.steps_per_epoch)
+        count = self._steps(epoch)
+        steps = range(first, count)
         batches = self._batches(epoch, steps)
         try:
             for step, batch in zip(steps, batches, strict=True):
-                last = step + 1 == self.steps_per_epoch
+                last = step + 1 == count
                 self.epoch, self.step = (epoch + 1, 0) if last else (epoch, step + 1)
                 yield batch
         finally:
@@ -215,6 +260,22 @@ class Loader:
             self._order = epoch, self.rows[permutation(len(self.rows), seed=self.config.seed, epoch=epoch)]
         return self._order[1]
 
+    def _epoch_cuts(self, epoch: int) -> NDArray[np.int64]:
+        """Where the batches of an epoch begin, and its end: [steps + 1]. A piece of the epoch at a time."""
+        if self._cuts is None or self._cuts[0] != epoch:
+            budget, most = self.config.budget, self.config.batch_size
+            assert budget is not None
+            found, waiting, n = [np.zeros(1, np.int64)], np.zeros(0), len(self._rows)
+            for start in range(0, n, PIECE):
+                stop = min(start + PIECE, n)
+                costs = np.concatenate([waiting, self._costs(self._ordered(epoch, start, stop))])
+                ends = budget_batches(costs, budget, most=most)[1:]
+                closed = ends if stop == n else ends[:-1]  # the last may have room for what comes next
+                found.append(closed + (stop - len(costs)))
+                waiting = costs[closed[-1] if len(closed) else 0 :]
+            self._cuts = epoch, np.concatenate(found)
+        return self._cuts[1]
+
     # Position.
 
     @cached_property
@@ -223,6 +284,10 @@ class Loader:
         config = {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in _FREE}
         if config["permute"] == "sort":  # as it was before there was a choice
             del config["permute"]
+        if config["budget"] is None:
+            del config["budget"]
+        elif self.config.cost is not None:
+            config["cost"] = repr(self.config.cost)
         if isinstance(config["max_history"], Mapping):
             config["max_history"] = dict(config["max_history"])
         if isinstance(self._rows, range) and self.config.permute == "cipher":
@@ -249,8 +314,9 @@ class Loader:
         if lines:
             raise ValueError("the position was saved by a loader of other data or settings: " + "; ".join(lines))
         epoch, step = int(state["epoch"]), int(state["step"])
-        if epoch < 0 or not 0 <= step < self.steps_per_epoch:
-            raise ValueError(f"position (epoch {epoch}, step {step}) is outside epochs of {self.steps_per_epoch} steps")
+        steps = self._steps(max(epoch, 0))
+        if epoch < 0 or not 0 <= step < steps:
+            raise ValueError(f"position (epoch {epoch}, step {step}) is outside epochs of {steps} steps")
         self.epoch, self.step = epoch, step
 
 

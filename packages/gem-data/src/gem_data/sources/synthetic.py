@@ -12,14 +12,14 @@ the click's logit. With `searches`, users also search for a category now and the
 w_intent [the last search, strictly before, was for the candidate's category] is added.
 
 Everything that they depend on is in a batch: item, category, segment and price of the candidate, category and action
-in the history. Histories have log-normal lengths, items a Zipf popularity within a category, and each user a favourite
+in the history. Histories have log-normal or Zipf lengths, items a Zipf popularity within a category, and each user a favourite
 category.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -38,11 +38,16 @@ W_PRICE, W_AFFINITY, V_PRICE, V_AFFINITY = -0.4, 4.0, -0.5, 1.5
 CLICK_BIAS, CONVERT_BIAS = -1.2, -0.9
 
 Array = NDArray[Any]
+Lengths = Literal["lognormal", "zipf"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
-    """About `events` impressions (users are kept whole) from `seed`; median and spread of a user's number of events."""
+    """About `events` impressions (users are kept whole) from `seed`.
+
+    A user's number of events, at most `max_length`: log-normal with `median_length` and `sigma`, or with `lengths`
+    "zipf" P(n) ~ n^-exponent, most users having next to none.
+    """
 
     events: int = 50_000
     seed: int = 0
@@ -51,12 +56,29 @@ class SyntheticConfig:
     max_length: int = 500
     drift: float = 0.0
     searches: float = 0.0  # the share of sessions that begin with a search
+    lengths: Lengths = "lognormal"
+    exponent: float = 1.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.searches <= 1 or not 0 <= self.drift < float("inf"):
             raise ValueError(f"searches must be a share and drift 0 or more: {self}")
         if self.events < 1 or self.median_length < 1 or self.sigma < 0 or self.max_length < 1:
             raise ValueError(f"events, median_length and max_length must be 1 or more and sigma 0 or more: {self}")
+        if self.lengths not in get_args(Lengths) or not 0 <= self.exponent < float("inf"):
+            raise ValueError(f"lengths must be one of {', '.join(get_args(Lengths))}, and exponent 0 or more: {self}")
+
+    def draw_lengths(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Events of each user, as many users as `events` takes."""
+        found = np.empty(0, np.int64)
+        mean = self.median_length * np.exp(self.sigma**2 / 2)
+        share = 1.0 / np.arange(1, self.max_length + 1) ** self.exponent
+        while found.sum() < self.events:
+            if self.lengths == "zipf":
+                more = 1.0 + np.searchsorted(np.cumsum(share / share.sum()), rng.random(max(8, self.events // 4)))
+            else:
+                more = rng.lognormal(np.log(self.median_length), self.sigma, max(8, int(self.events / mean)))
+            found = np.append(found, np.clip(np.round(more), 1, self.max_length).astype(np.int64))
+        return found[: int(np.searchsorted(np.cumsum(found), self.events)) + 1]
 
 
 def schema(users: int, *, searches: bool = False) -> Schema:
@@ -105,12 +127,7 @@ def load(config: SyntheticConfig | None = None) -> tuple[pa.Table, Schema]:
     """The events in order of time, and their schema. The same configuration gives the same events."""
     config = config or SyntheticConfig()
     rng = np.random.default_rng(config.seed)
-    mean = config.median_length * np.exp(config.sigma**2 / 2)
-    lengths = np.empty(0, np.int64)
-    while lengths.sum() < config.events:
-        more = rng.lognormal(np.log(config.median_length), config.sigma, max(8, int(config.events / mean)))
-        lengths = np.append(lengths, np.clip(np.round(more), 1, config.max_length).astype(np.int64))
-    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), config.events)) + 1]
+    lengths = config.draw_lengths(rng)
     columns = _simulate(rng, lengths, config)
     order = np.argsort(columns["time"], kind="stable")
     table = pa.table({name: values[order] for name, values in columns.items()})
