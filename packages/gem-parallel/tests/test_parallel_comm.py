@@ -343,3 +343,63 @@ def test_the_exposed_communication_of_every_unit(tmp_path):
             assert inside[unit]["reduce"] > 0
         assert sum(row["backward"] for row in inside.values()) > 0
         assert "exposed, ms" in text
+
+
+# --- on cards
+
+
+def cards(n):
+    return pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.device_count() < n, reason=f"needs {n} CUDA devices"
+    )
+
+
+def on_cards(runtime):
+    """Windows of torch's symmetric memory: what every rank finds in five gathers."""
+    ring = Ring(dist.group.WORLD, 2)
+    gather = CopyEngineAllGather(ring)
+    found = []
+    for step in range(5):
+        out = gather.allocate((1000 * runtime.world,), dtype=torch.bfloat16, device=runtime.device)
+        mine = out[1000 * runtime.rank : 1000 * (runtime.rank + 1)]
+        mine.fill_(step + 10 * runtime.rank)
+        gather(out, mine, dist.group.WORLD)
+        found.append(out.float().view(runtime.world, -1).mean(1).tolist())
+        del out, mine
+    return found
+
+
+@pytest.mark.gpu
+@cards(1)
+def test_a_window_on_one_card(tmp_path):
+    (found,) = run_ranks(1, __file__, "on_cards", tmp_path, device="cuda")
+    assert found == [[float(step)] for step in range(5)]
+
+
+@pytest.mark.gpu
+@cards(2)
+def test_windows_on_two_cards(tmp_path):
+    for found in run_ranks(2, __file__, "on_cards", tmp_path, device="cuda"):
+        assert found == [[float(step), 10.0 + step] for step in range(5)]
+
+
+def trained_on_cards(runtime, config, more):
+    errors, parallel = compare(runtime, config, steps=6, **more)
+    return errors, parallel.why()
+
+
+@pytest.mark.gpu
+@cards(2)
+@pytest.mark.parametrize(
+    "config",
+    [
+        ParallelConfig(comm=BOTH, prefetch=1, table_sharding="row_wise"),
+        ParallelConfig(comm=BOTH, table_strategy="v3", table_copies=2, table_sharding="row_wise"),
+        ParallelConfig(comm=CommConfig(reduce_scatter_ctas=2), table_sharding="row_wise"),
+    ],
+    ids=["copy engine", "copy engine v3", "two CTAs"],
+)
+def test_training_on_two_cards_equals_one_process(tmp_path, config):
+    for errors, why in run_ranks(2, __file__, "trained_on_cards", tmp_path, config, {}, device="cuda"):
+        assert max(errors.values()) < 1e-5
+        assert ("few CTAs" if config.comm.reduce_scatter_ctas else "copy engine") in why

@@ -556,3 +556,66 @@ def test_a_world_of_one_follows_the_plan():
     assert losses == plain
     assert all(torch.equal(state[name], other[name]) for name in state)
     assert [row.region for row in plan.regions] == list(UNITS)
+
+
+# --- on a card
+
+on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@on_a_card
+@pytest.mark.parametrize(
+    "config",
+    [
+        MemoryConfig(policy="full"),
+        MemoryConfig(policy="regions", budget=0.5),
+        MemoryConfig(offload_min_mib=0.1),
+        MemoryConfig(policy="regions", budget=0.5, offload_min_mib=0.1),
+    ],
+    ids=["full", "regions", "offload", "both"],
+)
+def test_on_a_card_gradients_and_random_numbers_are_the_unchecked_ones(config):
+    plain, model = stack().cuda(), stack().cuda()
+    regions = Regions(model, ["0", "1", "2"], config)
+    x = torch.randn(64, 48, WIDTH, device="cuda")
+    for seed in range(MEASURED_STEPS + 3):
+        got = []
+        for net in (plain, model):
+            if net is model:
+                regions.begin()
+            mine = x.clone().requires_grad_()
+            torch.manual_seed(seed)
+            y = net(mine)
+            net.zero_grad()
+            y.square().mean().backward()
+            numbers = torch.rand(1, device="cuda")
+            got.append([y.detach(), mine.grad, numbers, *(p.grad.clone() for p in net.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+
+@pytest.mark.gpu
+@on_a_card
+@pytest.mark.parametrize("fused", [False, True])
+def test_on_a_card_quantised_activations_take_less_and_nothing_leaks(fused):
+    plain, model = stack(dropout=0.0).cuda(), stack(dropout=0.0).cuda()
+    config = MemoryConfig(policy="keep", quantise="fp8", quantise_min_kib=16)
+    regions = Regions(model, ["0", "1", "2"], config, quantiser=Fp8Quantiser(fused=fused))
+    x = torch.randn(256, 64, WIDTH, device="cuda", requires_grad=True)
+    kept, allocated = [], []
+    for step in range(120):
+        for net in (plain, model):
+            regions.begin()
+            before = torch.cuda.memory_allocated()
+            y = net(x).square().mean()
+            if step == 100:
+                kept.append(torch.cuda.memory_allocated() - before)
+            net.zero_grad(set_to_none=False)
+            y.backward()
+        del y
+        if step in (20, 119):
+            allocated.append(torch.cuda.memory_allocated())
+    assert allocated[1] == allocated[0]
+    assert kept[1] < 0.75 * kept[0]
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 0.05 * a.grad.norm() + 1e-6

@@ -1,8 +1,8 @@
 """Memory against step time: no recomputation, full, uniform budgets, budgets per region, with quantised activations.
 
-Every variant trains the same model on the same batch. Its gradients are compared with the unchecked model's first:
-recomputation must give them exactly where the device's kernels repeat themselves (two plain runs show that), FP8 within
-5% of a parameter's norm.
+Every variant trains the same model on the same batch. Its gradients are compared with the unchecked model's, as the
+norm of the difference over the norm of all gradients: recomputation must not differ by more than two unchecked runs do
+(not at all, where the device's kernels repeat themselves), FP8 and compiled code by more than 5%.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
     found = {k: v for engine in args.engines for k, v in variants(args.budgets, engine, args.min_kib).items()}
     if args.only:
         found = {k: v for k, v in found.items() if k == "none" or any(part in k for part in args.only)}
-    found = {"none": None, **found}
+    found = {"none": None, "none again": None, **found}
     reference: list[torch.Tensor] = []
+    noise = 0.0  # how much two unchecked runs differ
     rows: list[dict[str, Any]] = []
     good = True
     print(f"{'variant':28} {'step ms':>9} {'kept MiB':>9} {'peak MiB':>9} {'against none':>13} {'memory':>7}  error")
@@ -83,13 +84,15 @@ def run(args: argparse.Namespace) -> int:
         exact = config is None or config.quantise == "none"
         row["variant"] = name
         compiled = config is not None and config.engine == "compile"
-        limit = FP8_TOLERANCE if not exact or compiled else 1e-3
+        noise = row["error"] if name == "none again" else noise
+        limit = FP8_TOLERANCE if not exact or compiled else 2 * noise
         good &= row["error"] <= limit
         rows.append(row)
         first = rows[0]
+        share = row["kept_mib"] / first["kept_mib"] if first["kept_mib"] else float("nan")
         print(
             f"{name:28} {row['ms']:9.2f} {row['kept_mib']:9.0f} {row['peak_mib']:9.0f} "
-            f"{row['ms'] / first['ms'] - 1:+13.1%} {row['kept_mib'] / max(first['kept_mib'], 1e-9):7.2f}  "
+            f"{row['ms'] / first['ms'] - 1:+13.1%} {share:7.2f}  "
             f"{row['error']:.1e}{'' if row['error'] <= limit else '  WRONG'}",
             flush=True,
         )
@@ -138,9 +141,9 @@ def measure(
         model.zero_grad(set_to_none=True)
         took.append(step(seed))
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    error = 0.0
-    for mine, theirs in zip(grads, reference, strict=bool(reference)):
-        error = max(error, float((mine - theirs).norm() / theirs.norm().clamp(min=1e-12)))
+    pairs = list(zip(grads, reference, strict=bool(reference)))
+    wrong = sum(float((mine.double() - theirs.double()).square().sum()) for mine, theirs in pairs)
+    error = (wrong / max(sum(float(theirs.double().square().sum()) for _, theirs in pairs), 1e-30)) ** 0.5
     row = {
         "case": f"batch {batch}",
         "op": "train",

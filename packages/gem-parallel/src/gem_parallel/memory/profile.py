@@ -184,11 +184,21 @@ def curve(region: str, costs: list[OpCost], inputs: int, saved: int) -> Curve:
             break  # to keep everything is smaller
         points.append(Point(kept=kept, seconds=max(seconds, 0.0), names=tuple(names)))
     points.append(Point(kept=max(saved, inputs), seconds=0.0, names=None))
-    chosen = [points[i] for i in hull([p.option for p in points])]
-    if len(chosen) > POINTS:  # ends and an even choice between them
-        step = (len(chosen) - 1) / (POINTS - 1)
-        chosen = [chosen[round(i * step)] for i in range(POINTS)]
-    return Curve(region=region, points=tuple(chosen), forward_s=total)
+    return Curve(region=region, points=tuple(_thin(points)), forward_s=total)
+
+
+def _thin(points: list[Point]) -> list[Point]:
+    """At most POINTS of a falling curve: the corners of its hull, and others evenly over the bytes between."""
+    if len(points) <= POINTS:
+        return points
+    chosen = set(hull([p.option for p in points])[: POINTS // 2]) | {0, len(points) - 1}
+    low, high = points[0].kept, points[-1].kept
+    for step in range(1, POINTS):
+        if len(chosen) == POINTS:
+            break
+        wanted = low + (high - low) * step / POINTS
+        chosen.add(max(i for i, p in enumerate(points) if p.kept <= wanted))
+    return [points[i] for i in sorted(chosen)]
 
 
 def tensor_bytes(tree: Any) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -161,7 +161,9 @@ class _Inputs:
     def _given(self, value: Any, grad: bool) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             return value
-        return self._keeper.unpack(value).requires_grad_(grad)
+        with _disable_current_modes(), torch.no_grad():  # these operators are not the region's
+            whole = self._keeper.unpack(value)
+        return whole.requires_grad_(grad)
 
 
 def _shapes(args: Any) -> tuple[tuple[int, ...], ...]:

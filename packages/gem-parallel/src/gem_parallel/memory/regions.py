@@ -9,14 +9,17 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from gem_parallel.config import MemoryConfig
+from gem_parallel.dense.containers import register_dataclasses
 from gem_parallel.memory import compiled
 from gem_parallel.memory.keeper import Keeper
 from gem_parallel.memory.plan import MemoryPlan, make_plan
@@ -70,6 +73,7 @@ class Regions:
         self._steps = 0
         self._points: dict[str, Point] = {}
         self._compiled: dict[str, dict[float, Function]] = {}
+        self._kinds: dict[str, Curve] = {}
         if self.keeper.works:
             self._exclude(config.exclude)
         for name in outer:
@@ -136,6 +140,7 @@ class Regions:
 
     def run(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> Any:
         """One call of a region in training."""
+        register_dataclasses((args, kwargs))  # whose tensors are inputs like others
         if self.measuring:
             return self._measure(name, module, function, args, kwargs)
         point = self._points[name]
@@ -158,8 +163,7 @@ class Regions:
         counts = self._steps == MEASURED_STEPS
         if self.config.engine == "compile":
             if counts:
-                self.curves[name], functions = compiled.measure(name, function, args, kwargs, module)
-                self._compiled[name] = functions
+                self._measure_compiled(name, module, function, args, kwargs)
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
         recorder = Recorder()
         saved = count_saved(function, args, kwargs, module) if counts else 0
@@ -168,6 +172,15 @@ class Regions:
         if counts:
             self.curves[name] = curve(name, costs, tensor_bytes((args, kwargs)), saved)
         return out
+
+    def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
+        """The curve of a compiled region; equal modules with equal inputs are compiled and measured once."""
+        shapes = [tuple(p.shape) for p in module.parameters()]
+        inputs = [(tuple(t.shape), t.dtype) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        kind = repr((type(module), shapes, inputs))
+        if kind not in self._kinds:
+            self._kinds[kind], self._compiled[name] = compiled.measure(name, function, args, kwargs, module)
+        self.curves[name] = replace(self._kinds[kind], region=name)
 
 
 class _Region:
