@@ -71,6 +71,27 @@ def test_jagged_helpers_move_rows():
     assert added.backward_bytes == 9 * 8 + 3 * 16
 
 
+def test_dense_and_jagged():
+    dense = flops.to_dense([2, 0, 7], longest=5, width=4)
+    assert dense.forward_bytes == (7 + 15) * 8  # 2 + 0 + 5 rows read, all places written
+    assert dense.backward_bytes == 2 * 7 * 8
+
+
+def test_rotary_and_positions():
+    assert flops.rotary(10, heads=3, head_dim=8).forward_bytes == 2 * 10 * 24 * 2 + 40
+    counted, given = (flops.block_attention([10], heads=2, head_dim=8, positions=p) for p in (False, True))
+    assert given.forward_bytes - counted.forward_bytes == 40
+    assert given.backward_bytes - counted.backward_bytes == 40
+    assert given.forward_flops == counted.forward_flops
+
+
+def test_norm_linear():
+    cost = flops.norm_linear(100, 8, 4)
+    assert (cost.forward_flops, cost.backward_flops) == (2 * 3200, 4 * 3200)
+    assert cost.forward_bytes == (800 + 400 + 32 + 8) * 2
+    assert cost.backward_bytes == (800 + 800 + 400 + 2 * (32 + 8)) * 2  # x, dx, dy; weight, gain and their gradients
+
+
 def test_errors():
     with pytest.raises(ValueError, match="must not be negative; got -1"):
         flops.pairs([3, -1])

@@ -162,6 +162,10 @@ def test_rotary(device):
     x = heads(37, 3, 24, 1, device)
     offsets = offsets_of([20, 0, 17], device)
     compare(lambda x, backend: rope(x, offsets, base=50.0, backend=backend), (x,))
+    for size in (3.0, 1e3, 1e5):  # an angle of 1e5 is rounded to 4e-3 in float32, in the reference too
+        places = torch.rand(37, generator=torch.Generator().manual_seed(2)).to(device) * size - size / 2
+        got, expected = (rope(x, None, positions=places, base=50.0, backend=b) for b in ("triton", "reference"))
+        assert relative_error(got, expected) < max(2e-6, 1e-7 * size)
     elapsed = torch.rand(37, generator=torch.Generator().manual_seed(1)).to(device) * 1e6
     compare(lambda x, backend: rote(x, elapsed, t_scale=60.0, backend=backend), (x,))
 

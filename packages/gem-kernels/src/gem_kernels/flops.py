@@ -26,11 +26,13 @@ class Cost:
     forward_flops: int
     forward_bytes: int
     backward_bytes: int
+    products: tuple[int, int] = (2, 5)  # matrix products of the forward and of the backward pass
 
     @property
     def backward_flops(self) -> int:
-        """Five matrix products where the forward has two."""
-        return self.forward_flops * 5 // 2
+        """Attention has five matrix products where the forward has two; a projection two where it has one."""
+        forward, backward = self.products
+        return self.forward_flops * backward // forward
 
 
 def _as_lengths(name: str, lengths: Lengths) -> npt.NDArray[np.int64]:
@@ -117,19 +119,51 @@ def gdpa(q_lengths: Lengths, k_lengths: Lengths | None = None, **options) -> Cos
 
 
 def block_attention(
-    lengths: Lengths, *, heads: int, head_dim: int, kv_heads: int | None = None, block: int = 64, element_size: int = 2
+    lengths: Lengths,
+    *,
+    heads: int,
+    head_dim: int,
+    kv_heads: int | None = None,
+    block: int = 64,
+    element_size: int = 2,
+    positions: bool = False,
 ) -> Cost:
-    """Cost of one `block_attention`: a sequence's last block is short; no LSE, and backward does not read O."""
+    """Cost of one `block_attention`: a sequence's last block is short; no LSE, and backward does not read O.
+
+    `positions`: a rotary embedding reads float32 positions, once for all heads; counted ones cost no bytes. The rotation
+    itself is no matrix product and not counted.
+    """
     n = _as_lengths("lengths", lengths)
     last = n % block
     visible = (n // block) * block * block + last * last
     kv_heads = kv_heads or heads
     q_bytes = int(n.sum()) * heads * head_dim * element_size
     kv_bytes = 2 * int(n.sum()) * kv_heads * head_dim * element_size
+    place_bytes = int(n.sum()) * 4 if positions else 0
     return Cost(
         forward_flops=4 * head_dim * heads * int(visible.sum()),
-        forward_bytes=2 * q_bytes + kv_bytes,
-        backward_bytes=3 * q_bytes + 2 * kv_bytes,
+        forward_bytes=2 * q_bytes + kv_bytes + place_bytes,
+        backward_bytes=3 * q_bytes + 2 * kv_bytes + place_bytes,
+    )
+
+
+def rotary(tokens: int, *, heads: int, head_dim: int, element_size: int = 2) -> Cost:
+    """Cost of one `rope` or `rote`: x (or its gradient) is read and written, float32 positions are read."""
+    moved = 2 * tokens * heads * head_dim * element_size + 4 * tokens
+    return Cost(forward_flops=0, forward_bytes=moved, backward_bytes=moved)
+
+
+def norm_linear(rows: int, inputs: int, outputs: int, *, element_size: int = 2) -> Cost:
+    """Cost of one `norm_linear` of [rows, inputs] to [rows, outputs] without a bias: a matrix product forward, two
+    backward. Bytes: x, the weight and y forward; x, dy and the weight, dx and the weight's gradient backward.
+    """
+    x, y, weight = (n * element_size for n in (rows * inputs, rows * outputs, inputs * outputs))
+    gain = inputs * element_size
+    return Cost(
+        forward_flops=2 * rows * inputs * outputs,
+        forward_bytes=x + y + weight + gain,
+        backward_bytes=2 * x + y + 2 * (weight + gain),
+        products=(1, 2),
     )
 
 
@@ -168,6 +202,16 @@ def most_recent(lengths: Lengths, *, k: int, width: int, element_size: int = 2) 
     row = width * element_size
     kept = int(np.minimum(n, k).sum()) * row
     return Cost(forward_flops=0, forward_bytes=kept + n.size * k * row, backward_bytes=kept + int(n.sum()) * row)
+
+
+def to_dense(lengths: Lengths, *, longest: int, width: int, element_size: int = 2) -> Cost:
+    """Cost of putting sequences into [B, longest, width]: forward reads the rows and writes all places, backward reads
+    and writes the rows. The way back to rows costs the same, backward for forward.
+    """
+    n = _as_lengths("lengths", lengths)
+    row = width * element_size
+    kept = int(np.minimum(n, longest).sum()) * row
+    return Cost(forward_flops=0, forward_bytes=kept + n.size * longest * row, backward_bytes=2 * kept)
 
 
 def jagged_concat(a_lengths: Lengths, b_lengths: Lengths, *, width: int, element_size: int = 2) -> Cost:

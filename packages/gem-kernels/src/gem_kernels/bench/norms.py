@@ -1,5 +1,5 @@
-"""The norms suite: norms and jagged helpers, which only move memory, gated by the reference in float64 and timed beside
-torch's own operators, torch.compile and Liger.
+"""The norms suite: norms, rotary embedding, a norm folded into a projection, and jagged helpers; gated by the reference
+in float64 and timed beside torch's own operators, torch.compile, Liger and fbgemm.
 
 Runs are captured in CUDA graphs: some take 60 us, which is what calling an operator from Python costs the CPU.
 """
@@ -15,8 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gem_kernels import dispatch, flops, norms, sequences, testing
+from gem_kernels import dispatch, flops, jagged, norms, sequences, testing
 from gem_kernels.bench import cases, timing
+from gem_kernels.norm_linear import norm_linear
+from gem_kernels.rotary import reference as rotary_reference
+from gem_kernels.rotary import rope
 from gem_kernels.sequences import reference
 
 ROWS, BATCH, LONGEST, HEADS = 2**18, 1152, 1024, 4
@@ -39,12 +42,8 @@ class Problem:
     cost: flops.Cost
     ours: Run
     eager: Run
+    operator: str = "norms"  # the dispatch's name
     liger: Callable[[], Run] | None = None
-
-    @property
-    def operator(self) -> str:
-        """The dispatch's name for the operator."""
-        return "sequences" if self.op.startswith(("jagged", "most")) else "norms"
 
 
 def _normal(device: torch.device, *shape: int) -> Tensor:
@@ -102,6 +101,69 @@ def _norm(
     return Problem(name=name, op=op, width=width, inputs=inputs, cost=cost, ours=ours, eager=eager, liger=liger)
 
 
+def _linear(name: str, inputs: int, outputs: int, device: torch.device, shrink: int) -> Problem:
+    """RMSNorm and a projection of ROWS rows."""
+    rows = ROWS // shrink
+    weight = _normal(device, outputs, inputs) / inputs**0.5
+    return Problem(
+        name=name, op="norm_linear", operator="norm_linear", width=inputs,
+        inputs=[_normal(device, rows, inputs), 1 + 0.1 * _normal(device, inputs), weight],
+        cost=flops.norm_linear(rows, inputs, outputs),
+        ours=lambda x, gain, weight, backend: norm_linear(x, gain, weight, eps=EPS, backend=backend),
+        eager=lambda x, gain, weight: F.linear(F.rms_norm(x, (inputs,), gain, EPS), weight),
+    )  # fmt: skip
+
+
+def _rotary(name: str, dim: int, device: torch.device, shrink: int) -> Problem:
+    """RoPE of ROWS tokens at positions up to 4096."""
+    tokens = ROWS // shrink
+    positions = torch.arange(tokens, device=device).remainder(4096).float()
+    return Problem(
+        name=name, op="rope", operator="rotary", width=dim, inputs=[_normal(device, tokens, HEADS, dim)],
+        cost=flops.rotary(tokens, heads=HEADS, head_dim=dim),
+        ours=lambda x, backend: rope(x, None, positions=positions, backend=backend),
+        eager=lambda x: rotary_reference.rotate(x, positions, 1e4),
+    )  # fmt: skip
+
+
+def _fbgemm(run: Run) -> Run:
+    """An operator of fbgemm in the place of ours; ImportError where fbgemm is not installed."""
+
+    def call(*inputs: Tensor, backend: str | None) -> Any:
+        if backend == dispatch.REFERENCE:
+            raise AssertionError("the suite compares these with what torch computes")
+        return run(*inputs)
+
+    return call
+
+
+def _dense(name: str, back: bool, width: int, device: torch.device, shrink: int) -> Problem:
+    """Rows into a padded tensor or, `back`, out of one: fbgemm's, since gem_kernels has none of its own."""
+    import fbgemm_gpu  # noqa: F401 (registers torch.ops.fbgemm)
+
+    batch, longest = (BATCH, LONGEST) if shrink == 1 else (max(5, BATCH // shrink), 16)
+    lengths = cases.half(batch, longest)
+    offsets = testing.offsets_of(lengths.tolist(), device)
+    total = int(lengths.sum())
+    index = jagged.dense_index(offsets, total, longest)
+    cost = flops.to_dense(lengths, longest=longest, width=width)
+    ops = torch.ops.fbgemm
+    if back:
+        turned = flops.Cost(forward_flops=0, forward_bytes=cost.backward_bytes, backward_bytes=cost.forward_bytes)
+        return Problem(
+            name=name, op="dense_to_jagged", operator="fbgemm", width=width, cost=turned,
+            inputs=[_normal(device, batch, longest, width)],
+            ours=_fbgemm(lambda dense: ops.dense_to_jagged(dense, [offsets], total)[0]),
+            eager=lambda dense: jagged.unpad(dense, index),
+        )  # fmt: skip
+    return Problem(
+        name=name, op="jagged_to_dense", operator="fbgemm", width=width, cost=cost,
+        inputs=[_normal(device, total, width)],
+        ours=_fbgemm(lambda rows: ops.jagged_to_padded_dense(rows, [offsets], [longest], 0.0)),
+        eager=lambda rows: jagged.pad(rows, index, batch, longest),
+    )  # fmt: skip
+
+
 def _helper(name: str, op: str, width: int, device: torch.device, shrink: int) -> Problem:
     """A jagged helper on lengths uniform in 1..LONGEST."""
     batch, longest = (BATCH, LONGEST) if shrink == 1 else (max(5, BATCH // shrink), 16)
@@ -110,24 +172,29 @@ def _helper(name: str, op: str, width: int, device: torch.device, shrink: int) -
     offsets, others = (testing.offsets_of(n.tolist(), device) for n in (lengths, other))
     total = int(lengths.sum())
     x = _normal(device, total, width)
+    shared: dict[str, Any] = {"name": name, "op": op, "operator": "sequences", "width": width}
     if op == "most_recent":
-        cost = flops.most_recent(lengths, k=KEPT, width=width)
         return Problem(
-            name=name, op=op, width=width, inputs=[x], cost=cost,
+            **shared, inputs=[x], cost=flops.most_recent(lengths, k=KEPT, width=width),
             ours=lambda x, backend: sequences.most_recent(x, offsets, KEPT, backend=backend),
             eager=lambda x: reference.most_recent(x, offsets, KEPT),
         )  # fmt: skip
     if op == "jagged_add":
-        cost = flops.jagged_add(lengths, width=width)
         return Problem(
-            name=name, op=op, width=width, inputs=[x, _normal(device, len(lengths), width)], cost=cost,
+            **shared, inputs=[x, _normal(device, len(lengths), width)], cost=flops.jagged_add(lengths, width=width),
             ours=lambda x, bias, backend: sequences.jagged_add(x, bias, offsets, backend=backend),
             eager=lambda x, bias: reference.add(x, bias, offsets),
         )  # fmt: skip
     cost = flops.jagged_concat(lengths, other, width=width)
     both = offsets + others
+    if op == "jagged_split":
+        return Problem(
+            **shared, inputs=[_normal(device, 2 * total, width)], cost=cost,
+            ours=lambda x, backend: sequences.jagged_split(x, offsets, others, total, backend=backend),
+            eager=lambda x: reference.split(x, offsets, both, total),
+        )  # fmt: skip
     return Problem(
-        name=name, op=op, width=width, inputs=[x, _normal(device, total, width)], cost=cost,
+        **shared, inputs=[x, _normal(device, total, width)], cost=cost,
         ours=lambda a, b, backend: sequences.jagged_concat(a, b, offsets, others, backend=backend)[0],
         eager=lambda a, b: reference.concat(a, b, offsets, both),
     )  # fmt: skip
@@ -142,9 +209,17 @@ _MAKE: dict[str, Callable[..., Problem]] = {
     "layer-residual-512": functools.partial(_norm, kind="layer", width=512, residual=True),
     "layer-swish-512": functools.partial(_norm, kind="layer", width=512, swish=True),
     "qk-128": functools.partial(_norm, kind="rms", width=128, packed=True),
+    **{
+        f"norm-linear-{k}-{n}": functools.partial(_linear, inputs=k, outputs=n)
+        for k, n in ((256, 256), (256, 1024), (512, 512), (512, 1024), (1024, 256), (1024, 1024))
+    },
+    **{f"rope-{dim}": functools.partial(_rotary, dim=dim) for dim in (64, 128)},
     "most-recent-256": functools.partial(_helper, op="most_recent", width=256),
     "concat-256": functools.partial(_helper, op="jagged_concat", width=256),
+    "split-256": functools.partial(_helper, op="jagged_split", width=256),
     "add-256": functools.partial(_helper, op="jagged_add", width=256),
+    "to-dense-256": functools.partial(_dense, back=False, width=256),
+    "from-dense-256": functools.partial(_dense, back=True, width=256),
 }
 NAMES = tuple(_MAKE)
 
@@ -194,7 +269,8 @@ class Variant:
 
 def gate(p: Problem, run: Run, passes: Iterable[str]) -> dict[str, float]:
     """The largest relative error of a pass's results; a RuntimeError says what is wrong, and nothing is timed then."""
-    exact = Variant(functools.partial(p.ours, backend=dispatch.REFERENCE), [x.double() for x in p.inputs])
+    specification = p.eager if p.operator == "fbgemm" else functools.partial(p.ours, backend=dispatch.REFERENCE)
+    exact = Variant(specification, [x.double() for x in p.inputs])
     errors = {}
     for what in passes:
         with testing.poisoned():
@@ -223,8 +299,15 @@ def measure(
     ceilings: dict[str, float], gate_only: bool, backend: str = "triton",
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The rows of one case: the gate, then times of ours and of the peers; rates are GB/s of useful bytes."""
-    p = problem(name, device)
-    dispatch.why(p.operator, p.inputs[0], backend)  # raises, with the reason, where it cannot run
+    try:
+        p = problem(name, device)
+    except ImportError as error:
+        print(f"  {name}: {error}")
+        return []
+    if p.operator == "fbgemm":
+        backend = "fbgemm"
+    else:
+        dispatch.why(p.operator, p.inputs[0], backend)  # raises, with the reason, where it cannot run
     run = functools.partial(p.ours, backend=backend)
     errors = gate(p, run, passes)
     if gate_only:
@@ -240,9 +323,12 @@ def measure(
         times = timing.interleaved(runs, rounds=rounds, rep=rep)
         moved = p.cost.forward_bytes if what == "forward" else p.cost.backward_bytes
         rates = {n: round(moved / ms / 1e6, 1) for n, ms in times.items()}
+        useful = p.cost.forward_flops if what == "forward" else p.cost.backward_flops
+        tflops = round(useful / times[backend] / 1e9, 1) if useful else None
         rows.append({
             "case": p.name, "op": p.op, "variant": backend, "pass": what, "dtype": "bfloat16", "head_dim": p.width,
-            "ms": round(times[backend], 4), "tflops": None, "gbps": rates[backend], "of_gemm": None,
+            "ms": round(times[backend], 4), "tflops": tflops, "gbps": rates[backend],
+            "of_gemm": None if tflops is None else round(tflops / ceilings["gemm_bf16_tflops"], 3),
             "of_copy": round(rates[backend] / 1e3 / ceilings["copy_tbps"], 3), "error": errors[what],
             "peers": {n.removeprefix("peer "): r for n, r in rates.items() if n != backend}, "unit": "gbps",
         })  # fmt: skip

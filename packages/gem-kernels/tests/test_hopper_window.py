@@ -1,0 +1,102 @@
+"""The Hopper kernels for windows on a Hopper GPU: against float64 on awkward lengths, twice the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from gem_kernels.testing import offsets_of, poisoned, relative_error
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+LQ = [1, 63, 64, 65, 127, 128, 129, 0, 200, 0, 0, 500, 33, 193, 1, 640, 64, 900]
+LK = [1, 129, 128, 127, 65, 64, 63, 100, 0, 0, 5, 700, 257, 256, 1000, 640, 900, 64]
+
+
+def dense(q, k, v, lq, lk, left, right):
+    """O and LSE sequence by sequence; float64 in, float64 out. A query that sees no key: 0 and -inf."""
+    outs, lses, a, c = [], [], 0, 0
+    for x, y in zip(lq, lk, strict=True):
+        s = torch.einsum("qhd,khd->hqk", q[a : a + x], k[c : c + y]) * q.shape[2] ** -0.5
+        distance = torch.arange(y, device=q.device)[None, :] - torch.arange(x, device=q.device)[:, None] - (y - x)
+        seen = (distance >= -left) & (distance <= right)
+        lse = torch.logsumexp(s.masked_fill(~seen, float("-inf")), -1)
+        p = torch.exp(s - lse.masked_fill(lse.isneginf(), 0.0)[..., None]) * seen
+        outs.append(torch.einsum("hqk,khd->qhd", p, v[c : c + y]))
+        lses.append(lse.T)
+        a, c = a + x, c + y
+    return torch.cat(outs), torch.cat(lses)
+
+
+def problem(dim, lq=LQ, lk=LK, heads=2, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    tensors = [torch.randn(n, heads, dim, device="cuda", dtype=dtype) for n in (sum(lq), sum(lk), sum(lk), sum(lq))]
+    return *tensors, offsets_of(lq, "cuda"), offsets_of(lk, "cuda", torch.int32)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("sides", [(64, 0), (10, 5), (0, 0), (255, 200), (0, 130)], ids=str)
+class TestKernels:
+    pytestmark = gpu
+
+    def test_both_passes(self, rows, dim, sides):
+        from gem_kernels.jagged_attention import window
+
+        q, k, v, dout, cq, ck = problem(dim)
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        expected, lse = dense(*leaves, LQ, LK, *sides)
+        dlse = torch.randn_like(lse).masked_fill_(lse.isneginf(), 0.0)
+        loss = (expected * dout.double()).sum() + (lse.masked_fill(lse.isneginf(), 0.0) * dlse).sum()
+        gradients = torch.autograd.grad(loss, leaves)
+        configs = [
+            dataclasses.replace(c, rows=rows) for c in (window.FORWARD, window.QUERY_GRADIENT, window.KEY_GRADIENT)
+        ]
+        runs = []
+        for _ in range(2):
+            with poisoned():
+                got, got_lse = window.forward(q, k, v, cq, ck, dim**-0.5, *sides, config=configs[0])
+                grads = window.backward(
+                    dout, dlse.float(), q, k, v, got, got_lse, cq, ck, dim**-0.5, *sides,
+                    query_config=configs[1], key_config=configs[2],
+                )  # fmt: skip
+            runs.append((got, got_lse, *grads))
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        assert relative_error(got, expected) < 5e-3
+        assert torch.equal(got_lse.isneginf(), lse.isneginf())
+        assert (got_lse.double() - lse).nan_to_num(0, 0, 0).abs().max() < 1e-4
+        for a, b in zip(grads, gradients, strict=True):
+            assert relative_error(a, b) < 1e-2
+
+
+class TestManyTiles:
+    pytestmark = gpu
+
+    def test_programs_walk_many_tiles(self):
+        """Tiles of very different and of no work follow each other in every program."""
+        from gem_kernels.jagged_attention import window
+
+        lq = [int(x) for x in torch.randint(0, 400, (300,), generator=torch.Generator().manual_seed(1))]
+        lk = [n if i % 3 else n // 7 for i, n in enumerate(lq)]
+        q, k, v, dout, cq, ck = problem(64, lq, lk, heads=4, dtype=torch.float16)
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        expected, _ = dense(*leaves, lq, lk, 100, 3)
+        out, lse = window.forward(q, k, v, cq, ck, 64**-0.5, 100, 3)
+        grads = window.backward(dout, None, q, k, v, out, lse, cq, ck, 64**-0.5, 100, 3)
+        assert relative_error(out, expected) < 1e-3
+        for a, b in zip(grads, torch.autograd.grad(expected, leaves, dout.double()), strict=True):
+            assert relative_error(a, b) < 2e-3
+
+
+def test_which_problems():
+    from gem_kernels.jagged_attention import window
+
+    q, offsets = torch.zeros(4, 2, 64), torch.tensor([0, 4])
+    assert window.takes(q, q, offsets, 64, 0)
+    assert not window.takes(q, q, offsets, -1, 0)
+    assert not window.takes(q, q, offsets, 500, 20)
+    assert not window.takes(q, q, None, 64, 0)
+    assert not window.takes(q, q[:, :1], offsets, 64, 0)
+    assert not window.takes(q[..., :32], q[..., :32], offsets, 64, 0)
