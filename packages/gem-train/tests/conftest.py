@@ -28,7 +28,7 @@ def run_cli(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
         file.write_text(to_toml(tiny_config(cache, *assignments)))
         with pytest.MonkeyPatch.context() as patch:
             if not report:
-                patch.setattr(reports, "write_report", lambda run: run.report_file)
+                patch.setattr(reports, "write_report", lambda run, **_: run.report_file)
             return main(["run", "--config", str(file), "--out", str(out), *(["--resume"] if resume else [])])
 
     return run

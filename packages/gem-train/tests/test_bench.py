@@ -11,7 +11,6 @@ from gem_model.flops import unit_flops
 from gem_parallel import Profile
 from gem_train.cli import main
 from gem_train.config import to_toml
-from gem_train.instruments import imbalance
 from gem_train.measuring import alone
 from gem_train.measuring.batches import half_filled
 from gem_train.measuring.bench import PARTS, waterfall
@@ -19,6 +18,7 @@ from gem_train.measuring.recompute import recompute
 from gem_train.measuring.table import render
 from gem_train.measuring.waterfall import OPTIMIZER, RECOMPUTATION, STEP, _union, split, trace_step
 from gem_train.metrics import PEAK_TFLOPS, peak_flops
+from gem_train.report.figures import imbalance
 from gem_train.testing import assembled, tiny_config
 
 

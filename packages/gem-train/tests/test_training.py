@@ -124,7 +124,7 @@ def test_the_logistic_baseline_is_the_optimum_that_sklearn_finds(finished_run, c
 
 def test_the_report_stands_on_its_own(finished_run):
     page = RunDir(finished_run).report_file.read_text()
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 9
     for text in ("GEM", "logistic regression", "true probabilities", "Calibration", "Throughput", "batch_size = 32"):
         assert text in page
     links = set(re.findall(r'(?:href|src)="([^"]+)"', page))

@@ -46,12 +46,11 @@ def assemble(
     *,
     events: Events,
     progress: Progress,
-    edit: Callable[[nn.Module], None] | None = None,
     build: Callable[[RunConfig, ModelInputs], Ranker] = build_gem,
 ) -> tuple[Data, Trainer]:
-    """Put the whole system together for one run; `edit` may change the model before precision and parallelism.
+    """Put the whole system together for one run.
 
-    `build` may make another model than GEM (a baseline), whose FLOPs are then not counted.
+    `build` may make another model than GEM (a baseline), whose FLOPs are then not counted, or change it.
 
     Raises UserError for every setting that one of the packages refuses.
     """
@@ -71,8 +70,6 @@ def assemble(
         gem.init_bias(data_source.base_rates(data))
         if inputs.dense and config.inputs.standardize:
             gem.init_dense(*data_source.dense_statistics(data))
-        if edit is not None:
-            edit(gem)
 
     with user_errors("lowprec"):
         conversion = convert(gem, lowprec_recipe(config), seed=config.train.seed * 65_537 + runtime.rank)

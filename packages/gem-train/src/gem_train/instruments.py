@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from gem_data import JaggedBatch
@@ -92,9 +92,3 @@ def memory_in_use(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def imbalance(ranks: list[dict[str, Any]]) -> float:
-    """The heaviest rank's FLOPs over the average, of the ranks of a "phases" event; 1 is perfect."""
-    flops = [r["flops"] for r in ranks]
-    return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0

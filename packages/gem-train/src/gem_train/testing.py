@@ -148,7 +148,7 @@ def _command(arguments: list[str], output: str, environment: dict[str, str]) -> 
     from gem_train import report
     from gem_train.cli import main
 
-    report.write_report = lambda run: run.report_file
+    report.write_report = lambda run, **_: run.report_file  # type: ignore[assignment, misc]
     os.environ.update(environment)
     torch.set_num_threads(1)
     with open(output, "a", buffering=1) as sink:

@@ -118,6 +118,7 @@ class Trainer:
         good, norm = True, math.nan
         for i, part in enumerate(parts):
             self._seed(step, i)
+            part = part.to(self.runtime.device, non_blocking=True)
             logits = self.forward(part)
             clock.mark("forward")
             stop = self.stop.requested

@@ -51,11 +51,17 @@ def eval(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Make report.html again."""
-    from gem_train.report import write_report
+    """Make report.html again, or a page about several runs."""
+    from gem_train.report import write_comparison, write_report
     from gem_train.run_dir import RunDir
 
-    print(write_report(RunDir.open(arguments.run)))
+    runs = [RunDir.open(run) for run in arguments.runs]
+    if len(runs) == 1:
+        if arguments.out:
+            raise UserError("--out is for the page about several runs; a run's report lies in its folder")
+        print(write_report(runs[0], png=arguments.png))
+    else:
+        print(write_comparison(runs, Path(arguments.out or "comparison.html"), png=arguments.png))
     return 0
 
 

@@ -52,8 +52,10 @@ def parser() -> argparse.ArgumentParser:
         help="figures by a column's values; new:COLUMN: for ids that training has seen or not; repeatable",
     )
 
-    report = verb("report", "make a run's report.html again")
-    report.add_argument("run", metavar="RUN", help="a run folder")
+    report = verb("report", "make a run's report.html again, or one page that compares several runs")
+    report.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
+    report.add_argument("--out", metavar="FILE", help="the page that compares several (default: comparison.html)")
+    report.add_argument("--png", action="store_true", help="also write every figure as PNG")
 
     compare = verb("compare", "train GEM and every baseline on the same batches; print who is better, and how surely")
     _recipe(compare)

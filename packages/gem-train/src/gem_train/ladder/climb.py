@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gem_model import GEM, ModelInputs
+from gem_model.ranker import Ranker
 from gem_parallel import Runtime
-from torch import nn
 
 from gem_train.assemble import assemble
 from gem_train.config import RunConfig, override
@@ -69,7 +70,7 @@ def climb(
         if name not in known:
             raise ValueError(f"{name!r} is no rung; there are {', '.join(map(repr, known))}")
     rows: list[dict[str, Any]] = []
-    below = Stand()
+    below, speed = Stand(), _Speed(runtime, options)
     for rung in rungs:
         stand = below.up(rung)
         row: dict[str, Any] = {"rung": rung.name, "what": rung.what, "same_function": rung.same}
@@ -81,28 +82,44 @@ def climb(
         began = time.perf_counter()
         if not reason:
             try:
-                row |= _measure(stand, here, runtime, options)
+                row |= speed(stand, here)
+                if options.train_steps:
+                    speed.close()
+                    with _trainer(stand, here, runtime, options) as trainer:
+                        row["ne"], row["ne_by_task"] = _train(trainer, options.train_steps)
             except (RuntimeError, ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError) as error:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                speed.close()
                 if runtime.world > 1:  # the others are inside a collective: there is no going on together
                     raise
         if not (rung.aside or reason):  # what can't be measured is stepped over, not stood upon
             below = stand
         row["reason"] = reason
         row["took_s"] = time.perf_counter() - began
-        _free()
         rows.append(row)
         report(row)
+    speed.close()
     return rows
 
 
-def _measure(stand: Stand, config: RunConfig, runtime: Runtime, options: Options) -> dict[str, Any]:
-    with _trainer(stand, config, runtime, options) as trainer:
-        row: dict[str, Any] = {"operators": asdict(stand.operators), "compiled": stand.compile}
+class _Speed:
+    """Times rungs one after another on one trainer, for as long as nothing but operators changes between them."""
+
+    def __init__(self, runtime: Runtime, options: Options) -> None:
+        self.runtime, self.options = runtime, options
+        self._trainer: Trainer | None = None
+        self._settings: tuple[str, ...] | None = None
+        self._held = contextlib.ExitStack()
+
+    def __call__(self, stand: Stand, config: RunConfig) -> dict[str, Any]:
+        options = self.options
+        trainer = self._at(stand, config)
         count = options.warm_up + options.steps
         times = time_steps(trainer, batches(trainer, options.fill, count), warm_up=options.warm_up)
         peak = trainer.parts.peak.peak
-        row |= {
+        row = {
+            "operators": asdict(stand.operators),
+            "compiled": stand.compile,
             "samples_per_s": times.samples_per_s,
             "step_ms": times.step_s * 1e3,
             "data_wait_ms": times.data_wait_s * 1e3,
@@ -113,15 +130,29 @@ def _measure(stand: Stand, config: RunConfig, runtime: Runtime, options: Options
             "local_mfu": None,
             "ne": None,
         }
-        if options.repeats and runtime.world == 1:
+        if options.repeats and self.runtime.world == 1:
             batch = divided(next(batches(trainer, options.fill, 1)), config.optim.accumulate)[0]
             units = alone.time_units(trainer, batch, repeats=options.repeats)
             row["local_tflops"] = sum(u.flops for u in units) / sum(u.seconds for u in units) / 1e12
             row["local_mfu"] = alone.local_mfu(units, peak)
-    if options.train_steps:
-        with _trainer(stand, config, runtime, options) as trainer:
-            row["ne"], row["ne_by_task"] = _train(trainer, options.train_steps)
-    return row
+        return row
+
+    def _at(self, stand: Stand, config: RunConfig) -> Trainer:
+        if self._trainer is None or stand.settings != self._settings or stand.compile:
+            self.close()
+            self._trainer = self._held.enter_context(_trainer(stand, config, self.runtime, self.options))
+            self._settings = None if stand.compile else stand.settings  # a compiled model is not used again
+        else:
+            install(self._trainer.model.module, stand.operators)
+        return self._trainer
+
+    def close(self) -> None:
+        """Let the trainer and its memory go."""
+        self._trainer = None
+        self._held.close()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _train(trainer: Trainer, steps: int) -> tuple[float, dict[str, float]]:
@@ -139,12 +170,14 @@ def _train(trainer: Trainer, steps: int) -> tuple[float, dict[str, float]]:
 def _trainer(stand: Stand, config: RunConfig, runtime: Runtime, options: Options) -> Iterator[Trainer]:
     """The system with the rung's operators, put together as a run is; its folder is a temporary one."""
 
-    def edit(model: nn.Module) -> None:
-        install(model, stand.operators)
+    def build(config: RunConfig, inputs: ModelInputs) -> Ranker:
+        gem = GEM(config.model, inputs, device=runtime.device)  # drawing many weights on the CPU takes long
+        install(gem, stand.operators)
+        return gem
 
     with tempfile.TemporaryDirectory() as folder, Progress(enabled=False) as progress:
         _, trainer = assemble(
-            config, runtime, RunDir(Path(folder) / "run"), events=Events(None), progress=progress, edit=edit
+            config, runtime, RunDir(Path(folder) / "run"), events=Events(None), progress=progress, build=build
         )
         layers = [name for name in trainer.parts.units if name.startswith("layers.")]
         if stand.compile:
@@ -154,9 +187,3 @@ def _trainer(stand: Stand, config: RunConfig, runtime: Runtime, options: Options
         if options.recompute:
             recompute(trainer.model.module, layers)
         yield trainer
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gem_train.measuring.names import NAMES
+
 
 def render(found: dict[str, Any]) -> str:
     """MFU with numerators and denominators, the units alone, and the losses of a step."""
@@ -33,19 +35,6 @@ def render(found: dict[str, Any]) -> str:
         if name != "step"
     ]
     return "\n".join(lines)
-
-
-NAMES = {
-    "local": "layers, as fast as alone",
-    "beside": "layers, beyond what they take alone",
-    "exposed communication": "exposed communication",
-    "imbalance": "imbalance (waiting for a rank that computes)",
-    "recomputation": "recomputation",
-    "tables": "embedding tables: lookups and updates",
-    "optimizer": "optimizer and gradient norm",
-    "launch gaps": "launch gaps (the device has nothing to do)",
-    "data wait": "data wait",
-}
 
 
 def _share(value: float | None) -> str:
