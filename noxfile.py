@@ -171,7 +171,10 @@ def one_package(package: str) -> None:
 
 
 def install_wheels(session: nox.Session, package: str, homes: dict[str, Path]) -> str:
-    """Build wheels of the sources in `homes`; the interpreter of an empty environment with `package` from them."""
+    """Build wheels of the sources in `homes`; the interpreter of an empty environment with `package` from them.
+
+    The engines' pins are constraints there, so that nothing is installed that the package does not ask for.
+    """
     house = Path(session.create_tmp()).resolve() / "wheelhouse"
     empty = house.parent / "empty"
     for folder in (house, empty):
@@ -183,9 +186,11 @@ def install_wheels(session: nox.Session, package: str, homes: dict[str, Path]) -
         )
     session.run("python", "-m", "venv", str(empty))
     python = str(empty / "bin" / "python")
-    session.run(
-        python, "-m", "pip", "install", "-q", "--find-links", str(house), *engines(package), package, external=True
-    )
+    pins = house / "pins.txt"
+    pins.write_text("\n".join(line for line in engines(package) if not line.startswith(".")))
+    stand_in = [line for line in engines(package) if line.startswith(".")]
+    wanted = ("--find-links", str(house), "--constraint", str(pins), *stand_in, package)
+    session.run(python, "-m", "pip", "install", "-q", *wanted, external=True)
     return python
 
 
