@@ -31,9 +31,20 @@ def test_the_benchmark_refuses_results_that_differ(small_log):
 
 
 def test_the_other_measurements_run(tmp_path, capsys):
-    more = ["--first-batch", "20000", "--prepare", "3000", "--balance", "4", "--scratch", str(tmp_path)]
+    more = [
+        "--first-batch",
+        "20000",
+        "--prepare",
+        "3000",
+        "--one-user",
+        "2000",
+        "--balance",
+        "4",
+        "--scratch",
+        str(tmp_path),
+    ]
     main(["--events", "2000", "--batch-size", "16", "--max-history", "4", "--repeats", "1", *more])
     out = capsys.readouterr().out
-    for part in ("first-batch-", "worker-", "prepare-kuairand-3000", "balance-4  op bbs"):
+    for part in ("first-batch-", "worker-", "prepare-kuairand-3000", "one-user-2000", "balance-4  op bbs"):
         assert part in out
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -117,3 +118,25 @@ def test_statistics_of_a_log(small_log):
     assert small_log.statistics["price"]["std"] == pytest.approx([price.std()])
     assert len(small_log.statistics["genres"]["max"]) == 3
     assert small_log.statistics["item_click"]["min"] == pytest.approx([small_log.counters[:, 2].min()])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda s: s.pop("price"),
+        lambda s: s.update(other=s["price"]),
+        lambda s: s["price"].update(mean=[float("nan")]),
+        lambda s: s["embedding"].update(std=[1.0]),
+        lambda s: s["price"].update(max=[s["price"]["mean"][0] - 1]),
+        lambda s: s["price"].pop("min"),
+    ],
+)
+def test_statistics_are_checked_when_a_log_is_opened(tmp_path, spoil):
+    build_log(rich_events(60), rich_schema(), tmp_path / "log")
+    assert set(EventLog.open(tmp_path / "log").statistics) >= {"price", "embedding", "item_click"}
+    path = tmp_path / "log" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    spoil(manifest["statistics"])
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"manifest.json.*(statistics|price)"):
+        EventLog.open(tmp_path / "log")

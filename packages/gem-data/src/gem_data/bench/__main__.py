@@ -2,7 +2,7 @@
 
 Assembly is measured against a per-sample padded collate in numpy, a plain torch Dataset with `pad_sequence`, and
 pyarrow list arrays, all on the same memory-mapped log; what they give is compared before a time is printed.
-`--prepare`, `--first-batch` and `--balance` measure those; they make their own data under `--scratch`.
+`--prepare`, `--one-user`, `--first-batch` and `--balance` measure those; they make their own data under `--scratch`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gem_data.balance import LengthCost
 from gem_data.balance.simulate import Lognormal, simulate
 from gem_data.bench.assembly import measure
 from gem_data.bench.logs import large_log
-from gem_data.bench.measure import first_batch, preparing, worker_memory
+from gem_data.bench.measure import first_batch, one_user, preparing, worker_memory
 
 
 def others(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -44,6 +44,9 @@ def others(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]
             yield {"case": f"balance-{ranks}", "op": row.method, "max_over_mean": row.mean, "speed_up": row.speed_up}
     if options.prepare:
         yield preparing(folder / "prepare", options.prepare)
+        shutil.rmtree(folder / "prepare")
+    if options.one_user:
+        yield one_user(folder / "one-user", options.one_user)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -51,9 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m gem_data.bench", description=__doc__)
     parser.add_argument("--events", type=int, default=300_000, help="events in the synthetic log")
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--max-history", type=int, nargs="+", default=[50, 256, 1024])
+    parser.add_argument("--max-history", type=int, nargs="*", default=[50, 256, 1024])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--prepare", type=int, metavar="EVENTS", help="build a log of KuaiRand's layout")
+    parser.add_argument("--one-user", type=int, metavar="EVENTS", help="build a log where one user has so many events")
     parser.add_argument("--first-batch", type=int, metavar="EVENTS", nargs="+", help="open logs of so many events")
     parser.add_argument("--balance", type=int, metavar="RANKS", nargs="+", help="simulate so many ranks")
     parser.add_argument("--scratch", type=Path, help="where the data of these goes (a temporary folder otherwise)")

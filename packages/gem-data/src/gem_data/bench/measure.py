@@ -10,13 +10,23 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from gem_data.bench.logs import kuairand_csv
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gem_data.batches.collate import Collator
+from gem_data.bench.logs import four_columns, four_events, kuairand_csv
 from gem_data.build.out_of_core import prepare
 from gem_data.log.event_log import EventLog
 from gem_data.sources import kuairand
+from gem_data.sources.events import Events
+from gem_data.sources.files import files
 
 _FIRST = """
 import sys, time
@@ -80,19 +90,52 @@ def worker_memory(folder: Path) -> dict[str, Any]:
 
 
 def preparing(folder: Path, rows: int, *, memory: int = 2 << 30) -> dict[str, Any]:
-    """The time and the peak memory of `prepare` on a file of KuaiRand's layout (memory: of this whole process)."""
-    source = kuairand.events(kuairand_csv(folder / "csv", rows), variant="27k")
+    """`prepare` on a file of KuaiRand's layout: time, processor time of all threads, and the most memory."""
+    kuairand_csv(folder / "csv", rows)
+    return {"case": f"prepare-kuairand-{rows}", "op": "prepare", **_alone(_prepare_kuairand, folder, memory)}
+
+
+def one_user(folder: Path, rows: int, *, memory: int = 1 << 30) -> dict[str, Any]:
+    """`prepare` and the latest history of a log where one of 20,001 users has `rows` events and the others a tenth."""
+    folder.mkdir(parents=True)
+    for start in range(0, rows, 1_000_000):  # in several files, so that making them takes no memory
+        rng = np.random.default_rng(start)
+        lengths = np.array([min(1_000_000, rows - start)])
+        heavy = four_events(rng, 20_000, lengths)
+        light = four_events(rng, 0, np.bincount(rng.integers(20_000, size=int(lengths[0]) // 10), minlength=20_000))
+        both = {name: np.concatenate([heavy[name], light[name]]) for name in heavy}
+        pq.write_table(pa.table(both), folder / f"{start:012}.parquet")
+    return {"case": f"one-user-{rows}", "op": "prepare", **_alone(_prepare_one_user, folder, memory)}
+
+
+def _alone(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What `work` gives in a fresh process, whose peak of memory is then its own."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def _prepare_kuairand(folder: Path, memory: int) -> dict[str, Any]:
+    return _prepared(kuairand.events(folder / "csv", variant="27k"), folder / "log", memory)
+
+
+def _prepare_one_user(folder: Path, memory: int) -> dict[str, Any]:
+    found = _prepared(files(folder / "*.parquet", four_columns(20_001)), folder / "log", memory)
+    log = EventLog.open(folder / "log")
+    begin = time.perf_counter()
+    batch = Collator(log, max_history=1024)([len(log) - 1])
+    assert batch.sequences["events"].max_len == min(1024, int(np.diff(log.user_offsets)[-1]) - 1)
+    return {**found, "batch_ms": (time.perf_counter() - begin) * 1e3}
+
+
+def _prepared(events: Events, folder: Path, memory: int) -> dict[str, Any]:
     begin, busy = time.perf_counter(), time.process_time()
-    summary = prepare(source, folder / "log", memory=memory)
+    summary = prepare(events, folder, memory=memory)
     seconds, busy = time.perf_counter() - begin, time.process_time() - busy
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {
-        "case": f"prepare-kuairand-{rows}",
-        "op": "prepare",
         "events": summary.rows,
         "ms": seconds * 1e3,
         "events_per_s": summary.rows / seconds,
         "cpu_s": busy,  # of all threads: what it would take on one core of its own
-        "peak_gb": peak,
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "load": os.getloadavg()[0],
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,3 +69,25 @@ def moments(columns: dict[str, Any], schema: Schema, *, counters: bool = True) -
         found[counter.name] = Moments()
         found[counter.name].add(columns[COUNTERS][:, i])
     return found
+
+
+def check_statistics(statistics: Mapping[str, Any], schema: Schema, path: Path) -> None:
+    """Raise ValueError unless a manifest's statistics are those of the schema's dense features: names, widths, numbers.
+
+    None at all are fine: older logs have none.
+    """
+    widths = {c.name: c.width for c in schema.columns if c.kind in ("float", "vector")}
+    widths |= {c.name: 1 for c in schema.counters}
+    if statistics and statistics.keys() != widths.keys():
+        odd = ", ".join(sorted(statistics.keys() ^ widths.keys()))
+        raise ValueError(f"{path} has statistics of other features than its schema: {odd}")
+    for name, found in statistics.items():
+        try:
+            values = np.array([found[k] for k in ("mean", "std", "min", "max")], np.float64)
+        except (KeyError, TypeError, ValueError):
+            values = np.empty((4, 0))
+        mean, std, low, high = values.reshape(4, -1)
+        whole = values.shape == (4, widths[name]) and np.isfinite(values).all()
+        slack = 1e-6 * (1 + np.abs(mean))  # a mean is rounded
+        if not whole or (std < 0).any() or (mean < low - slack).any() or (mean > high + slack).any():
+            raise ValueError(f"{path}: the statistics of {name!r} are none: {found!r}")

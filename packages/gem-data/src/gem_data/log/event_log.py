@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gem_data.features.statistics import check_statistics
 from gem_data.log.derived import label_arrays
 from gem_data.log.gather import Plan, Spread, spread
 from gem_data.log.manifest import (
@@ -109,6 +110,7 @@ class EventLog:
                 )
         log = cls(folder, manifest, schema, generations_of(folder, manifest, schema), files)
         assert log.vocabularies is not None  # reading them checks them
+        check_statistics(log.statistics, schema, folder / MANIFEST)
         return log
 
     def __reduce__(self) -> Any:

@@ -12,8 +12,8 @@ the click's logit. With `searches`, users also search for a category now and the
 w_intent [the last search, strictly before, was for the candidate's category] is added.
 
 Everything that they depend on is in a batch: item, category, segment and price of the candidate, category and action
-in the history. Histories have log-normal or Zipf lengths, items a Zipf popularity within a category, and each user a favourite
-category.
+in the history. Histories have log-normal or Zipf lengths, items a Zipf popularity within a category, and each user a
+favourite category.
 """
 
 from __future__ import annotations
