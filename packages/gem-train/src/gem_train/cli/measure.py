@@ -70,10 +70,16 @@ def ladder(config: RunConfig, arguments: argparse.Namespace) -> int:
         names=tuple(arguments.rung),
     )
     with _job(config) as runtime:
+        rows: list[dict[str, Any]] = []
 
         def report(row: dict[str, Any]) -> None:
+            rows.append(row)
             if runtime.is_main:
                 print(results.line(row), flush=True)
+                write()  # after every rung: a ladder that is cut short has lost nothing
+
+        def write() -> None:
+            results.write(rows, config, out, peak=peak, fill=fill, recompute=options.recompute)
 
         peak = peak_of(config, runtime.device).note
         if runtime.is_main:
@@ -81,9 +87,9 @@ def ladder(config: RunConfig, arguments: argparse.Namespace) -> int:
                 f"{config.recipe} on {runtime.world} x {runtime.device.type}; {peak}\n{results.line(None)}", flush=True
             )
         with user_errors("ladder"):
-            rows = climb(config, runtime, options, report=report)
+            climb(config, runtime, options, report=report)
         if runtime.is_main:
-            results.write(rows, config, out, peak=peak, fill=fill, recompute=options.recompute)
+            results.plot(rows, out)
             print(f"written: {out / 'ladder.json'}")
     return 0
 

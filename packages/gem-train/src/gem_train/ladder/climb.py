@@ -70,14 +70,15 @@ def climb(
         if name not in known:
             raise ValueError(f"{name!r} is no rung; there are {', '.join(map(repr, known))}")
     rows: list[dict[str, Any]] = []
-    below, speed = Stand(), _Speed(runtime, options)
+    below, reached, speed = Stand(), dict[str, Stand](), _Speed(runtime, options)
     for rung in rungs:
-        stand = below.up(rung)
+        stand = (below if rung.on is None else reached.get(rung.on, below)).up(rung)
         row: dict[str, Any] = {"rung": rung.name, "what": rung.what, "same_function": rung.same}
         here = override(config, stand.settings)
         reason = rung.missing(here, runtime)
         if options.names and rung.name not in options.names:
             below = below if rung.aside or reason else stand
+            reached[rung.name] = below
             continue
         began = time.perf_counter()
         if not reason:
@@ -94,6 +95,7 @@ def climb(
                     raise
         if not (rung.aside or reason):  # what can't be measured is stepped over, not stood upon
             below = stand
+        reached[rung.name] = below
         row["reason"] = reason
         row["took_s"] = time.perf_counter() - began
         rows.append(row)

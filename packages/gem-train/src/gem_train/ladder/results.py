@@ -38,7 +38,7 @@ def line(row: dict[str, Any] | None) -> str:
 def write(
     rows: list[dict[str, Any]], config: RunConfig, folder: Path, *, peak: str, fill: Mapping[str, int], recompute: bool
 ) -> Path:
-    """ladder.json, and ladder.svg and ladder.png where there is something to plot. Returns the folder."""
+    """ladder.json of the rows so far. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     env = environment()
     result = {
@@ -70,16 +70,16 @@ def write(
         ],
     }
     write_json(folder / "ladder.json", result)
-    measured = [row for row in rows if not row["reason"]]
-    if measured:
-        plot(measured, folder)
     return folder
 
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Samples per second of each rung as bars, with the gain over the first; hatched: another function."""
+    """ladder.svg and ladder.png: samples per second of what was measured, with the gain over the first."""
     from matplotlib.figure import Figure
 
+    rows = [row for row in rows if not row["reason"]]
+    if not rows:
+        return
     figure = Figure(figsize=(9, 0.5 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
     first = rows[0]["samples_per_s"]

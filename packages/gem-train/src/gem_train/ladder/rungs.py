@@ -28,6 +28,7 @@ class Rung:
         operators: changes of the operators that the rung before has.
         settings: `a.b=c` assignments, on top of the rung before.
         compile: whether the interleaved layers go through torch.compile.
+        on: the rung that it stands on, where that is not the one before.
         aside: the next rung goes on from the one before this, not from this.
         same: whether it computes the same function as the first rung, up to rounding.
         missing: why it can't be measured here, or "".
@@ -38,6 +39,7 @@ class Rung:
     operators: dict[str, Any] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
     compile: bool = False
+    on: str | None = None
     aside: bool = False
     same: bool = True
     missing: Check = lambda config, runtime: ""
@@ -107,21 +109,36 @@ RUNGS = (
         operators={"attention": "varlen"},
         missing=_varlen,
     ),
-    Rung(
-        name="torch varlen + torch.compile",
-        what="the interleaved layers through torch.compile",
-        compile=True,
-        aside=True,
-        missing=_varlen,
-    ),
     Rung(name="JFA", what="jagged attention of gem-kernels, learned queries shared", operators={"attention": "kernel"}),
     Rung(name="GDPA", what="the personalised FFN by the GDPA kernel, without padding", operators={"ffn": "kernel"}),
     Rung(name="fused rope", what="the rotary embedding as one kernel", operators={"rope": "kernel"}, missing=_cuda),
     Rung(name="norm fusions", what="LayerNorm as one kernel", operators={"norm": "kernel"}, missing=_cuda),
-    Rung(name="ours + torch.compile", what="the interleaved layers on our kernels through torch.compile", compile=True,
-         aside=True, missing=_cuda),
+    Rung(
+        name="FP8 linear",
+        what="linear layers in row-wise FP8, weight gradients in BF16",
+        settings=("lowprec.recipe=fp8_row",),
+        missing=_fp8,
+        same=False,
+    ),
+    Rung(
+        name="torch varlen + torch.compile",
+        what="the interleaved layers of that rung through torch.compile",
+        compile=True,
+        on="torch varlen",
+        aside=True,
+        missing=_varlen,
+    ),
+    Rung(
+        name="ours + torch.compile",
+        what="the interleaved layers on our kernels, in BF16, through torch.compile",
+        compile=True,
+        on="norm fusions",
+        aside=True,
+        missing=_cuda,
+    ),
     Rung(
         name="block attention",
+        on="norm fusions",
         what="events attend inside blocks of 64 tokens (another function)",
         operators={"block": 64},
         aside=True,
@@ -129,6 +146,7 @@ RUNGS = (
     ),
     Rung(
         name="sliding window",
+        on="norm fusions",
         what="an event sees 128 events to each side (another function)",
         settings=("model.window=128",),
         aside=True,
@@ -136,6 +154,7 @@ RUNGS = (
     ),
     Rung(
         name="computation skip",
+        on="norm fusions",
         what="events attend to events in every other layer (another function)",
         settings=("model.self_attention_every=2",),
         aside=True,
@@ -143,16 +162,10 @@ RUNGS = (
     ),
     Rung(
         name="GDPA for softmax",
+        on="norm fusions",
         what="the activation in the place of softmax everywhere (another function)",
         settings=("model.attention=gdpa",),
         aside=True,
-        same=False,
-    ),
-    Rung(
-        name="FP8 linear",
-        what="linear layers in row-wise FP8, weight gradients in BF16",
-        settings=("lowprec.recipe=fp8_row",),
-        missing=_fp8,
         same=False,
     ),
     Rung(name="FP8 attention", what="Q, K, V, P in FP8", missing=never("gem-kernels has no FP8 attention")),
