@@ -12,7 +12,7 @@ from gem_parallel import CommConfig, Exposed, ParallelConfig, RowWiseAdagrad, Sp
 from gem_parallel.comm import apply
 from gem_parallel.comm.apply import Collectives
 from gem_parallel.comm.choice import Capabilities, choose_all_gather, choose_reduce_scatter
-from gem_parallel.comm.fsdp import CopyEngineAllGather, GroupReduceScatter, limited_group
+from gem_parallel.comm.fsdp import CopyEngineAllGather, GroupAllGather, GroupReduceScatter, limited_group
 from gem_parallel.comm.payload import Fp8Payload
 from gem_parallel.comm.tables import CopyEngineTableGather
 from gem_parallel.comm.windows import Ring
@@ -55,6 +55,15 @@ def test_the_all_gather_follows_the_machine(has, how, reason):
     assert choose_all_gather(CommConfig(), has).how == "default"
 
 
+def test_where_copies_cannot_go_nccl_can_be_throttled():
+    far = other(one_host=False, size=64)
+    choice = choose_all_gather(CommConfig(all_gather="auto", all_gather_ctas=4), far)
+    assert choice.how == "few CTAs"
+    assert "leaves the host" in str(choice)
+    assert choose_all_gather(CommConfig(all_gather_ctas=4), other(device="cpu")).how == "default"
+    assert choose_all_gather(CommConfig(all_gather="auto", all_gather_ctas=4), HOPPER).how == "copy engine"
+
+
 def test_tables_are_read_from_windows_also_where_nccl_has_its_own():
     assert choose_all_gather(CommConfig(all_gather="auto"), other(nccl_windows=True), "tables' all-gather").how == (
         "copy engine"
@@ -83,7 +92,13 @@ def test_the_reduce_scatter_follows_the_machine(asked, has, how):
 
 
 def test_settings_that_cannot_be():
-    for wrong in ({"all_gather": "fast"}, {"reduce_scatter": "sharp"}, {"reduce_scatter_ctas": -1}, {"windows": 1}):
+    for wrong in (
+        {"all_gather": "fast"},
+        {"reduce_scatter": "sharp"},
+        {"reduce_scatter_ctas": -1},
+        {"all_gather_ctas": -1},
+        {"windows": 1},
+    ):
         with pytest.raises(ValueError, match=f"CommConfig.{next(iter(wrong))}"):
             CommConfig(**wrong)
 
@@ -220,17 +235,20 @@ def fallback(runtime):
     group = limited_group(dist.group.WORLD, 2)
     out = torch.empty(2)
     GroupReduceScatter(group)(out, torch.arange(4.0), None, op=dist.ReduceOp.SUM)
-    return errors, said, parallel.why(), out
+    whole = torch.empty(2)
+    GroupAllGather(group)(whole, torch.tensor([float(runtime.rank)]), None)
+    return errors, said, parallel.why(), out, whole
 
 
 def test_a_fallback_is_said_once_and_explained(tmp_path):
-    for rank, (errors, said, why, out) in enumerate(run_ranks(2, __file__, "fallback", tmp_path)):
+    for rank, (errors, said, why, out, whole) in enumerate(run_ranks(2, __file__, "fallback", tmp_path)):
         assert max(errors.values()) < 1e-5
         assert said == [
             "parameters' all-gather: default, because no copy engine: the device is cpu",
             "gradients' reduce-scatter: default, because CTAs are limited in NCCL only, not on cpu",
         ]
         assert "no copy engine: the device is cpu" in why
+        assert whole.tolist() == [0.0, 1.0]
         assert out.tolist() == [[0.0, 2.0], [4.0, 6.0]][rank]
 
 

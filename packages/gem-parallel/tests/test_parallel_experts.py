@@ -38,6 +38,8 @@ CASES = [
     (2, {"experts": 2, "shard_group": 2}, 4),  # replicate 2
     (4, {"experts": 2, "shard_group": 2, "table_strategy": "v3", "table_copies": 2}, 4),  # two experts a rank
     (4, {"experts": 4, "table_strategy": "v2", "table_copies": 2}, 3),
+    (3, {"experts": 2}, 3),  # one expert on rank 0 of the axis, two on rank 1
+    (5, {"experts": 4, "table_strategy": "v3", "table_copies": 2}, 3),
     (3, {}, 3),  # no expert axis: like dense parameters
 ]
 
@@ -53,6 +55,8 @@ def test_four_ranks_equal_one(tmp_path):
             [rank % 2],
             [2 * (rank % 2), 2 * (rank % 2) + 1],
             [rank],
+            [[0], [1, 2]][rank % 2],
+            [[0], [1], [2], [3, 4]][rank],
             [0, 1, 2],
         ]
         assert results[1][2] == {(0, 1, 2, 3), (rank % 2, rank % 2 + 2)}  # dense mesh, expert mesh
@@ -155,7 +159,7 @@ def uneven(runtime):
         except ValueError as error:
             messages.append(str(error))
 
-    model = SmallModel(experts=3)
+    model = SmallModel(experts=1)
     attempt(model, model.roles(), 2)
     model = SmallModel(experts=2)
     attempt(model, {**model.roles(), "gain": "expert"}, 2)
@@ -177,7 +181,7 @@ def uneven(runtime):
 def test_what_is_refused(tmp_path):
     for messages in run_ranks(2, __file__, "uneven", tmp_path):
         count, outside, beside, none, batch = messages
-        assert "'dense.ensemble' has 3 experts, which 2 ranks of the expert axis cannot share evenly" in count
+        assert "'dense.ensemble' has 1 experts, fewer than the 2 ranks of the expert axis" in count
         assert "'gain' has role 'expert' but is not called" in outside
         assert "found children ['experts', 'norm']" in beside
         assert "no parameter has the role 'expert'" in none

@@ -106,12 +106,14 @@ class CommConfig:
             (copies without SMs, and each rank sums its own part).
         reduce_scatter_ctas: at most so many of NCCL's thread blocks for the reduce-scatter, each of which takes an SM
             from the backward pass; 0: NCCL decides.
+        all_gather_ctas: the same for all-gathers that go through NCCL, such as those that leave the host.
         windows: how many windows of each size the copies take in turn; at least `prefetch` + 2.
     """
 
     all_gather: str = "default"
     reduce_scatter: str = "default"
     reduce_scatter_ctas: int = 0
+    all_gather_ctas: int = 0
     windows: int = 4
 
     def __post_init__(self) -> None:
@@ -120,8 +122,9 @@ class CommConfig:
                 raise ValueError(
                     f"CommConfig.{key} must be one of {', '.join(COLLECTIVES)}, got {getattr(self, key)!r}"
                 )
-        if self.reduce_scatter_ctas < 0:
-            raise ValueError(f"CommConfig.reduce_scatter_ctas must be >= 0, got {self.reduce_scatter_ctas}")
+        for key in ("reduce_scatter_ctas", "all_gather_ctas"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"CommConfig.{key} must be >= 0, got {getattr(self, key)}")
         if self.windows < 2:
             raise ValueError(f"CommConfig.windows must be >= 2, got {self.windows}")
 

@@ -14,6 +14,7 @@ from gem_parallel.comm.choice import Capabilities, Choice, choose_all_gather, ch
 from gem_parallel.comm.fsdp import (
     CopyEngineAllGather,
     CopyEngineReduceScatter,
+    GroupAllGather,
     GroupReduceScatter,
     Payload,
     PayloadAllGather,
@@ -69,14 +70,17 @@ class Collectives:
         how: Any = None
         if gather.how == "copy engine":
             how = CopyEngineAllGather(self._ring(group))
+        elif gather.how == "few CTAs":
+            how = GroupAllGather(limited_group(group, self.config.all_gather_ctas))
         elif gather.how == "nccl windows" and payload is None:
             how = "nccl windows"
         if payload is not None:
-            carrier: AllGather = how if isinstance(how, CopyEngineAllGather) else PlainAllGather()
+            carrier: AllGather = how or PlainAllGather()
+            under = "default" if type(carrier) is PlainAllGather else gather.how
             how = PayloadAllGather(payload, carrier)
             gather = Choice(
                 what=gather.what,
-                how=f"{type(payload).__name__} over {gather.how}",
+                how=f"{type(payload).__name__} over {under}",
                 reasons=("a payload was handed in", *gather.reasons),
                 refused=gather.refused,
             )

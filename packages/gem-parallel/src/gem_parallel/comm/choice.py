@@ -61,13 +61,16 @@ class Choice:
 
 
 def choose_all_gather(config: CommConfig, has: Capabilities, what: str = "parameters' all-gather") -> Choice:
-    """The all-gather of parameters or tables: "nccl windows", "copy engine" or "default"."""
-    if config.all_gather == "default":
-        return Choice(what=what, how="default", reasons=('all_gather = "default"',))
-    missing = _misses_copy_engine(has)
-    if missing:
-        asked = config.all_gather == "copy_engine"
-        return Choice(what=what, how="default", reasons=(f"no copy engine: {missing}",), refused=asked)
+    """The all-gather of parameters or tables: "nccl windows", "copy engine", "few CTAs" or "default"."""
+    why = 'all_gather = "default"'
+    missing = "" if config.all_gather == "default" else _misses_copy_engine(has)
+    if missing or config.all_gather == "default":
+        why = f"no copy engine: {missing}" if missing else why
+        asked = bool(missing) and config.all_gather == "copy_engine"
+        if config.all_gather_ctas and has.device == "cuda" and what.startswith("parameters"):
+            few = f"a process group of its own with at most {config.all_gather_ctas} CTAs"
+            return Choice(what=what, how="few CTAs", reasons=(why, few), refused=asked)
+        return Choice(what=what, how="default", reasons=(why,), refused=asked)
     reasons = [f"{has.size} ranks of one host reach one another's memory (sm_{has.major}0): no SM is needed to copy"]
     if has.nccl_windows and has.nccl >= COPY_ENGINE_NCCL and what.startswith("parameters"):
         return Choice(

@@ -43,6 +43,19 @@ class PlainAllGather(AllGather):
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
+class GroupAllGather(PlainAllGather):
+    """On a process group of its own: one with fewer CTAs."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        """output [size n] from every rank's input [n]."""
+        return super().__call__(output_tensor, input_tensor, self.group, async_op)
+
+
 class CopyEngineAllGather(AllGather):
     """Every rank reads the others' windows; no SM moves data (two barriers of one small block each frame the copies).
 

@@ -15,6 +15,7 @@ of the mean over the world.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,31 +80,32 @@ def find_ensembles(model: nn.Module, roles: Mapping[str, str]) -> list[str]:
 def spread_experts(model: nn.Module, ensembles: Sequence[str], mesh: DeviceMesh) -> list[str]:
     """Leave every rank its experts, in place, and make the ensembles exchange activations.
 
-    Rank r of the ep axis keeps experts r k .. (r + 1) k - 1 of an ensemble of ep x k; they may differ in size. Experts
-    must hold parameters only: statistics of a local batch would be those of the group's.
+    Rank r of the ep axis keeps experts floor(r n / ep) .. floor((r + 1) n / ep) - 1 of an ensemble of n, which may
+    differ in size; the rank with most to compute sets the pace. Experts must hold parameters only: statistics of a
+    local batch would be those of the group's.
 
     Returns:
         the names of the local experts.
 
     Raises:
-        ValueError: an ensemble whose number of experts is not a multiple of the axis.
+        ValueError: an ensemble with fewer experts than the axis has ranks.
     """
     group, size, rank = mesh.get_group("ep"), mesh["ep"].size(), mesh.get_local_rank("ep")
     local: list[str] = []
     for name in ensembles:
         ensemble: Any = model.get_submodule(name)
         experts = ensemble.experts
-        if len(experts) % size:
+        count = len(experts)
+        if count < size:
             raise ValueError(
-                f"ensemble {name!r} has {len(experts)} experts, which {size} ranks of the expert axis cannot share "
-                f"evenly; choose ParallelConfig.experts among "
-                f"{[d for d in range(1, len(experts) + 1) if len(experts) % d == 0]}, or other ensembles"
+                f"ensemble {name!r} has {count} experts, fewer than the {size} ranks of the expert axis; choose "
+                f"ParallelConfig.experts <= {count}, or another ensemble"
             )
-        each = len(experts) // size
-        mine = range(rank * each, (rank + 1) * each)
-        for index in range(len(experts)):
+        first = [r * count // size for r in range(size + 1)]
+        mine = range(first[rank], first[rank + 1])
+        for index in range(count):
             if index not in mine:
-                experts[index] = _Elsewhere(index // each)
+                experts[index] = _Elsewhere(bisect_right(first, index) - 1)
         local += [f"{name}.experts.{index}" for index in mine]
         ensemble.forward = _Exchange([experts[index] for index in mine], group, size, name)
     return local

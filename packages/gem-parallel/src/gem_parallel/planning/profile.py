@@ -126,7 +126,10 @@ class Profile:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a profile: {error}") from error
 
-    from_toml = read
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Profile:
+        """The same as `read`."""
+        return cls.read(path)
 
 
 def _fit_units(rows: Iterable[Mapping[str, Any]]) -> tuple[UnitTime, ...]:
