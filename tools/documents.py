@@ -23,6 +23,7 @@ from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from markdown_it import MarkdownIt
 
@@ -102,9 +103,13 @@ def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def run(page: Path, folder: Path) -> int:
-    """Run the page's blocks in `folder`; how many ran. A block that fails raises, with the page's name and line."""
+    """Run the page's blocks in `folder`; how many ran. A block that fails raises, with the page's name and line.
+
+    Commands are those of this interpreter's environment; what they cache is cached in the folder.
+    """
     scope: dict[str, Any] = {"__name__": "__main__"}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    surroundings = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(folder / ".cache")}
     ran = 0
     for block in blocks(page):
         if not block.runs:
@@ -116,13 +121,11 @@ def run(page: Path, folder: Path) -> int:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(block.text)
         elif block.language == "python":
-            with chdir(folder):
+            with chdir(folder), mock.patch.dict(os.environ, surroundings):
                 exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), scope)
         else:
             command = ["bash", "-euo", "pipefail", "-c", block.text]
-            outcome = subprocess.run(
-                command, cwd=folder, env={**os.environ, "PATH": path}, stdin=subprocess.DEVNULL, timeout=300
-            )
+            outcome = subprocess.run(command, cwd=folder, env=surroundings, stdin=subprocess.DEVNULL, timeout=300)
             if outcome.returncode:
                 raise RuntimeError(f"{where}: exit code {outcome.returncode} of\n{block.text}")
     return ran
