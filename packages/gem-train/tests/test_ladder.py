@@ -197,6 +197,14 @@ def test_ladder_from_the_command_line(cache, tmp_path, capsys):
     same = [r["ne"] for r in measured if r["same_function"]]
     assert same == pytest.approx([same[0]] * len(same), rel=1e-5), "the same function trains to the same NE"
     assert "varlen_attn has no CPU" in rows["torch varlen"]["reason"]
+    again = ["--rung", "GDPA", *options[:6], "--train-steps", "0", *options[8:]]
+    assert main(["ladder", "--config", str(file), "--out", str(out), *again]) == 0
+    added = json.loads((out / "ladder.json").read_text())["rows"]
+    assert {r["rung"] for r in added} == set(rows)
+    assert next(r for r in added if r["rung"] == "GDPA")["ne"] is None
+    assert next(r for r in added if r["rung"] == "JFA")["ne"] == rows["JFA"]["ne"]
+    assert main(["ladder", "--config", str(file), "--out", str(out), *again, "--set", "data.batch_size=16"]) == 2
+    assert "was measured with another batch_size" in capsys.readouterr().err
     assert (out / "ladder.svg").exists()
     assert (out / "ladder.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -24,7 +24,7 @@ from gem_train.measuring.bench import measure
 from gem_train.measuring.table import render
 from gem_train.progress import Progress
 from gem_train.run import quiet
-from gem_train.run_dir import RunDir, new_path, write_json
+from gem_train.run_dir import RunDir, new_path, read_json, write_json
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -89,7 +89,7 @@ def ladder(config: RunConfig, arguments: argparse.Namespace) -> int:
         with user_errors("ladder"):
             climb(config, runtime, options, report=report)
         if runtime.is_main:
-            results.plot(rows, out)
+            results.plot(read_json(out / "ladder.json")["rows"], out)
             print(f"written: {out / 'ladder.json'}")
     return 0
 

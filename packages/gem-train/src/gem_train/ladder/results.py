@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gem_train.config import RunConfig
-from gem_train.run_dir import environment, write_json
+from gem_train.run_dir import environment, read_json, write_json
 
+SAME = ("card", "commit", "recipe", "batch_size", "accumulate", "lengths", "recompute")
 HEADINGS = ("rung", "samples/s", "step ms", "TFLOP/s", "MFU", "local TFLOP/s", "local MFU", "GiB", "NE")
 WIDTHS = (30, 11, 11, 9, 7, 14, 10, 7, 8)
 
@@ -38,7 +39,10 @@ def line(row: dict[str, Any] | None) -> str:
 def write(
     rows: list[dict[str, Any]], config: RunConfig, folder: Path, *, peak: str, fill: Mapping[str, int], recompute: bool
 ) -> Path:
-    """ladder.json of the rows so far. Returns the folder."""
+    """ladder.json of the rows so far, with those of other rungs that an earlier call has left there. Returns the folder.
+
+    Raises ValueError where what is there was measured on something else.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     env = environment()
     result = {
@@ -69,7 +73,14 @@ def write(
             for row in rows
         ],
     }
-    write_json(folder / "ladder.json", result)
+    file = folder / "ladder.json"
+    if file.exists():
+        before, new = read_json(file), {row["rung"] for row in rows}
+        different = [key for key in SAME if before[key] != result[key]]
+        if different:
+            raise ValueError(f"{file} was measured with another {', '.join(different)}; name another folder")
+        result["rows"] = [row for row in before["rows"] if row["rung"] not in new] + result["rows"]
+    write_json(file, result)
     return folder
 
 
