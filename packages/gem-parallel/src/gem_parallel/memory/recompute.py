@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -126,6 +127,8 @@ def recompute(
     store: dict[str, Any] = {}
 
     def contexts() -> tuple[Any, Any]:
+        if not names:  # nothing to look for, and dispatch modes cost the host time
+            return nullcontext(), nullcontext()
         return _Keep(names, keeper, store), _Reuse(keeper, store)
 
     held = _Inputs(args, kwargs, keeper) if keeper.works else None
