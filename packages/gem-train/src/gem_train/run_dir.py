@@ -140,13 +140,16 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that this code was run from ("-dirty" appended with local changes), None outside a checkout."""
+    """The commit that this code was run from ("-dirty" appended with local changes).
+
+    Outside a checkout it is what GEM_COMMIT says, for a source tree that was unpacked, or None.
+    """
     here = Path(__file__).parent
     try:
         git = ["git", "-C", str(here)]
         done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
         if done.returncode != 0:
-            return None
+            return os.environ.get("GEM_COMMIT")
         status = subprocess.run(
             [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, timeout=5
         )

@@ -39,7 +39,9 @@ def line(row: dict[str, Any] | None) -> str:
 def write(
     rows: list[dict[str, Any]], config: RunConfig, folder: Path, *, peak: str, fill: Mapping[str, int], recompute: bool
 ) -> Path:
-    """ladder.json of the rows so far, with those of other rungs that an earlier call has left there. Returns the folder.
+    """ladder.json of the rows so far, with those of other rungs that an earlier call has left there.
+
+    Returns the folder.
 
     Raises ValueError where what is there was measured on something else.
     """
