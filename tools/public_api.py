@@ -6,18 +6,20 @@
 The API is what a package's `__all__` names, with the public members of those classes and modules: parameters, their
 kinds and defaults, without annotations; of attributes those that the class itself declares. It is read from the source
 by griffe; nothing is imported. A name may go when the listing says that it is deprecated
-(`typing_extensions.deprecated`). New names are reported and never fail.
+(`typing_extensions.deprecated`). New names and new options are reported and never fail.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import griffe
+from oldest import checkout, released
+from packaging.version import Version
 from workspace import ROOT, packages
 
 LISTINGS = ROOT / "docs" / "reference"
@@ -101,6 +103,30 @@ def name_of(line: str) -> str:
     return line.removeprefix("class ").partition("(")[0].partition("  #")[0]
 
 
+def parameters(line: str) -> tuple[list[str], list[str]]:
+    """The positional and the keyword-only parameters in a line of a listing."""
+    inside = line.partition("(")[2].removesuffix("  # deprecated").removesuffix(")")
+    words, depth, start = [], 0, 0
+    for i, character in enumerate(inside):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            words.append(inside[start:i].strip())
+            start = i + 1
+    words += [inside[start:].strip()] if inside[start:].strip() else []
+    star = next((i for i, word in enumerate(words) if word.startswith("*") and not word.startswith("**")), len(words))
+    return words[:star], [word for word in words[star:] if word != "*"]
+
+
+def compatible(old: str, new: str) -> bool:
+    """Whether every call that the old line allows means the same by the new one: only options were added."""
+    if ("(" in old) != ("(" in new) or old.startswith("class ") != new.startswith("class "):
+        return False
+    (before, before_keywords), (after, after_keywords) = parameters(old), parameters(new)
+    added = after[len(before) :] + [word for word in after_keywords if word not in before_keywords]
+    kept = after[: len(before)] == before and set(before_keywords) <= set(after_keywords)
+    return kept and all("=" in word or word.startswith("*") for word in added)
+
+
 def compare(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
     """(what has gone or changed without having been deprecated, what is new), as lines to print."""
     old, new = ({name_of(line): line for line in side} for side in (before, after))
@@ -109,17 +135,9 @@ def compare(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
         owner_went = name.rpartition(".")[0] in old.keys() - new.keys()  # and is reported itself
         if name not in new and not line.endswith("# deprecated") and not owner_went:
             broken.append(f"- {line}")
-        elif name in new and line != new[name] and not new[name].endswith("# deprecated"):
+        elif name in new and not compatible(line, new[name]):
             broken.append(f"- {line}\n    + {new[name]}")
     return broken, [f"+ {line}" for name, line in new.items() if name not in old]
-
-
-def last_release(package: str) -> str | None:
-    """The newest tag `<package>-v...`, or None before the first."""
-    found = subprocess.run(
-        ["git", "tag", "--list", f"{package}-v*", "--sort=-version:refname"], cwd=ROOT, capture_output=True, text=True
-    )
-    return next(iter(found.stdout.splitlines()), None)
 
 
 def main() -> None:
@@ -139,14 +157,13 @@ def main() -> None:
         print(f"{package}: {len(fresh)} public names, {len(new)} new, {len(broken)} gone or changed since the listing")
         print(*(f"  {line}" for line in (*broken, *new)), sep="\n", end="\n" if broken or new else "")
         failed |= bool(broken)
-        tag = last_release(package)
+        tag = max(released(package), key=Version, default=None)
         if tag is not None:
-            source = f"packages/{package}/src"
-            module = package.replace("-", "_")
-            old = griffe.load_git(module, ref=tag, repo=ROOT, search_paths=[source])
-            current = griffe.load(module, search_paths=[ROOT / source])
-            for breakage in griffe.find_breaking_changes(old, current):
-                print(f"  since {tag}: {breakage.explain()}")
+            with tempfile.TemporaryDirectory() as folder:
+                checkout(package, tag, Path(folder))
+                broken, new = compare(listing(package, Path(folder, package, "src")), fresh)
+            print(f"  since {package} {tag}: {len(new)} new, {len(broken)} gone or changed")
+            print(*(f"  {line}" for line in broken), sep="\n", end="\n" if broken else "")
     if failed:
         sys.exit("deprecate before you remove; for a change that is meant: --write, and a fragment in changes/")
 

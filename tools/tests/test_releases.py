@@ -99,9 +99,27 @@ __all__ = ["Thing", "old", "helper", "gone"]
         ]
         second = self.listing(
             tmp_path / "two",
-            "class Thing:\n    def __init__(self, a, *, b: int = 1, c=None): ...\n    def run(self): ...\n"
-            "    def also(self): ...\ndef helper(x, y=2): ...\n",
+            "class Thing:\n    def __init__(self, b, *, c=None): ...\n    def run(self, now=False): ...\n"
+            "    def also(self): ...\ndef helper(x, y=2, z=(1, 2), *, w=None): ...\n",
         )
         broken, new = public_api.compare(first, second)
         assert [line.split("\n")[0] for line in broken] == ["- class pkg.Thing(a, *, b=1)", "- pkg.gone()"]
         assert new == ["+ pkg.Thing.also()"]
+
+    @pytest.mark.parametrize(
+        ("old", "new", "same"),
+        [
+            ("f(a, b=1)", "f(a, b=1, c=(1, 2))", True),
+            ("f(a, *, k=1)", "f(a, *, j=2, k=1)", True),
+            ("f(a)", "f(a, **options)", True),
+            ("f(a)", "f(a, b)", False),
+            ("f(a, b=1)", "f(a, c=1, b=1)", False),
+            ("f(a, b=1)", "f(a, b=2)", False),
+            ("f(a, *, k=1)", "f(a, *, k=1, j)", False),
+            ("f(a, *, k=g(1, 2))", "f(a)", False),
+            ("class f(a)", "f(a)", False),
+            ("f.x", "f.x()", False),
+        ],
+    )
+    def test_added_options_change_nothing(self, old, new, same):
+        assert public_api.compatible(old, new) is same
