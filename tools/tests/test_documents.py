@@ -114,3 +114,10 @@ def test_diagrams_are_those_of_the_script():
     for path, svg in drawn.items():
         assert (ROOT / path).read_text() == svg, f"{path} is out of date; run python tools/drawings.py"
         ElementTree.fromstring(svg)
+
+
+def test_every_figure_has_a_script():
+    scripts = [*ROOT.glob("tools/*.py"), *ROOT.glob("packages/*/src/**/*.py")]
+    source = "\n".join(script.read_text() for script in scripts)
+    for figure in sorted(ROOT.glob("docs/**/*.svg")) + sorted(ROOT.glob("docs/**/*.png")):
+        assert figure.name in source, f"{figure.name} is drawn by no script in tools/ or a package"
