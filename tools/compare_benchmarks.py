@@ -1,7 +1,7 @@
 """Compare two result files of one suite: `python tools/compare_benchmarks.py OLD.json NEW.json [--slower 1.05]`.
 
 Rows are matched by case, operator, variant, pass, dtype and head dimension. What is compared is each row's share of its
-own run's ceiling (of the GEMM, of the copy), since a card's clock differs from run to run; milliseconds stand beside it.
+own run's ceiling (of the GEMM, of the copy), since a card's clock differs from run to run; times stand beside it.
 Exits with 1 when a row has become slower by more than the factor, has lost its correctness figure, or is missing.
 """
 
