@@ -49,8 +49,7 @@ def by_hand(evidence, rows, batch, history, b):
         k = (w["k.weight"] @ e).view(heads, content)
         place = w["place"] @ torch.stack((age, rank, age * rank))
         scores.append((q * k).sum(1) / math.sqrt(content) + place)
-        usual = w["usual.weight"] @ e + w["usual.bias"]
-        v = torch.cat([*(t.double() for t in y), torch.stack((age, rank)) / 10, usual])
+        v = torch.cat([*(t.double() for t in y), torch.stack((age, rank)) / 10])
         values.append((w["v.weight"] @ v).view(heads, evidence.value_dim))
     if not scores:
         return torch.zeros(heads, evidence.value_dim, dtype=torch.float64)
@@ -79,7 +78,7 @@ def test_what_the_candidate_shares_is_no_outcome():
     assert evidence.outcomes == ["rating"]
     assert evidence.shared_floats == {"vector": (0, 3)}
     assert evidence.outcome_floats == ["score"]
-    assert inputs.evidence_widths(inputs.sources[0]) == (8 + 3, 8 + 1 + 2 + 2)
+    assert inputs.evidence_widths(inputs.sources[0]) == (8 + 3, 8 + 1 + 2)
 
 
 def test_a_source_that_shares_no_column_gives_none():

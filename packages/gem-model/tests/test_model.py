@@ -6,6 +6,7 @@ from gem_model import GEM, GemConfig, TowerConfig, preset
 from gem_model.testing import example_inputs, random_batch
 
 VARIANTS = {
+    "evidence": {"evidence_heads": 3, "towers": (TowerConfig(source="views", layers=0),)},
     "softmax": {},
     "gdpa": {"attention": "gdpa"},
     "qk norm": {"attention": "gdpa", "activation": "gelu_poly", "qk_norm": True},
@@ -252,7 +253,7 @@ def test_nothing_asks_the_device_for_a_value(variant):
 def test_cuda_autocast_without_waiting_for_the_device():
     inputs = example_inputs(dim=64)
     torch.manual_seed(0)
-    model = GEM(GemConfig(width=64, heads=2, layers=2), inputs).cuda()
+    model = GEM(GemConfig(width=64, heads=2, layers=2, evidence_heads=4), inputs).cuda()
     batch = random_batch(inputs, 32)
     expected = model.eval().cpu()(batch)
     model.cuda()

@@ -13,7 +13,6 @@ EXPERTS = ("wukong", "dcn", "attention")
 ROTARIES = ("none", "position", "time", "both")
 TIME_GAPS = 2  # numbers that the model adds to each event: time to the request, time since the previous event
 PLACES = 3  # dims of an evidence key that say when the event was
-EVIDENCE_BIAS = 2  # numbers that say what was usual for an event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,7 @@ class ModelInputs:
         known = len(ids) * self.table_dim + sum(size for _, size in floats.values())
         rest = (len(source.ids) - len(ids)) * self.table_dim
         rest += sum(size for column, size in source.floats if column not in floats)
-        return known, rest + (PLACES - 1) + EVIDENCE_BIAS
+        return known, rest + PLACES - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +175,7 @@ class TowerConfig:
         source: the source's name.
         width: size of its events' tokens; what goes between the tower and the rest of the model is projected.
         heads: its attention heads.
-        layers: it takes part in the first ``layers`` layers only.
+        layers: it takes part in the first ``layers`` layers only; with 0 its events are evidence alone.
         window: as in :class:`GemConfig`, and 0 is everything.
     """
 

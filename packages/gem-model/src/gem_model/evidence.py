@@ -19,7 +19,7 @@ from gem_kernels import jagged_attention
 from torch import Tensor, nn
 
 from gem_model.batch import BatchLike
-from gem_model.config import EVIDENCE_BIAS, PLACES, GemConfig, ModelInputs, Source
+from gem_model.config import PLACES, GemConfig, ModelInputs, Source
 from gem_model.dropout import Dropout
 from gem_model.embed import Rows, pick
 from gem_model.sequence import History, uniform_offsets
@@ -35,10 +35,10 @@ class Evidence(nn.Module):
 
         s_t = (W_q c + b) . W_k e_t / sqrt(D - 3) + p . [a_t, r_t, a_t r_t]
         w_t = exp(s_t) / (exp(sink) + sum_u exp(s_u))
-        v_t = W_v [y_t || a_t / 10, r_t / 10 || U e_t]
+        v_t = W_v [y_t || a_t / 10, r_t / 10]
 
     The sink is learned: where few events are like the candidate, o_h shrinks towards zero, as an estimate of few
-    observations should. U has EVIDENCE_BIAS rows: what was usual for such an event, that its outcome is compared with.
+    observations should.
     """
 
     def __init__(self, source: Source, config: GemConfig, inputs: ModelInputs) -> None:
@@ -53,7 +53,6 @@ class Evidence(nn.Module):
         content = self.heads * (self.dim - PLACES)
         self.q = nn.Linear(known, content)
         self.k = nn.Linear(known, content, bias=False)
-        self.usual = nn.Linear(known, EVIDENCE_BIAS)
         self.v = nn.Linear(rest, self.heads * self.value_dim, bias=False)
         self.place = nn.Parameter(torch.empty(self.heads, PLACES))
         self.sink = nn.Parameter(torch.empty(self.heads))
@@ -77,7 +76,7 @@ class Evidence(nn.Module):
         k = torch.cat((k, place.to(k.dtype)), dim=2)
         q = self.q(self.dropout(c)).unflatten(1, (self.heads, -1)) / math.sqrt(self.dim - PLACES)
         q = torch.cat((q, self.place.to(q.dtype).expand(q.shape[0], -1, -1)), dim=2)  # [B, H, D]
-        v = self.v(torch.cat((*y, 0.1 * near, self.usual(e).float()), dim=1)).unflatten(1, (self.heads, -1))
+        v = self.v(torch.cat((*y, 0.1 * near), dim=1)).unflatten(1, (self.heads, -1))
         v = F.pad(v, (0, self.dim - self.value_dim))  # the kernels' keys and values have one size
         told = jagged_attention(
             q.contiguous(),
@@ -98,7 +97,7 @@ class Evidence(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Heads start with different memories: from all of the history to the last few events."""
-        for linear, size in ((self.q, SHY), (self.k, SHY), (self.usual, 1.0), (self.v, 1.0)):
+        for linear, size in ((self.q, SHY), (self.k, SHY), (self.v, 1.0)):
             nn.init.normal_(linear.weight, std=size / math.sqrt(linear.in_features))
             if linear.bias is not None:
                 linear.bias.zero_()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from gem_model.config import EVIDENCE_BIAS, PLACES, GemConfig, ModelInputs, Source
+from gem_model.config import PLACES, GemConfig, ModelInputs, Source
 
 
 def batch_flops(
@@ -52,7 +52,10 @@ def unit_flops(
         wide += n_evidence * c.evidence_values
         parts["evidence"] = sum(_evidence(c, inputs, s, sum(counts[s.name]), batch) for s in asked)
         parts["evidence_tokens"] = batch * n_evidence * 2 * c.evidence_values * d
+    towers = c.sources_of(0, [s.name for s in inputs.sources])
     for source in inputs.sources:
+        if source.name not in towers:
+            continue
         tokens = sum(counts[source.name]) + (batch if inputs.candidate_columns(source) else 0)
         parts[f"events.{source.name}"] = 2 * tokens * source.event_width(inputs.table_dim) * c.of(source.name).width
     n_in = len(inputs.sparse) + (c.n_dense if inputs.dense else 0) + n_evidence
@@ -69,7 +72,7 @@ def _evidence(c: GemConfig, inputs: ModelInputs, source: Source, events: int, ba
     known, rest = inputs.evidence_widths(source)
     content = c.evidence_heads * (c.evidence_dim - PLACES)
     flops = (events + batch) * 2 * known * content  # k and q
-    flops += events * 2 * (known * EVIDENCE_BIAS + rest * c.evidence_heads * c.evidence_values)  # what is usual, v
+    flops += events * 2 * rest * c.evidence_heads * c.evidence_values  # v
     return flops + events * c.evidence_heads * 4 * c.evidence_dim
 
 

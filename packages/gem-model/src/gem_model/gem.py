@@ -42,7 +42,8 @@ class GEM(TokenRanker):
 
     def __init__(self, config: GemConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
         names = [s.name for s in inputs.sources]
-        super().__init__(config, inputs, towers={name: config.of(name) for name in names}, device=device)
+        towers = {name: config.of(name) for name in config.sources_of(0, names)}
+        super().__init__(config, inputs, towers=towers, device=device)
         self.config = config
         asked = [s for s in inputs.sources if config.evidence_heads and inputs.candidate_columns(s)]
         n_evidence = len(asked) * config.evidence_heads
@@ -79,7 +80,7 @@ class GEM(TokenRanker):
         dense = self.dense(batch)
         wide = [] if dense is None else [dense]
         x = self.dropout(self.features(rows, dense))
-        histories = {source: self.history(source, rows, batch) for source in self.events}
+        histories = {s.name: self.history(s.name, rows, batch) for s in self.inputs.sources}
         if self.evidence_tokens is not None:
             told = [module(rows, batch, histories[source]) for source, module in self.evidence.items()]
             evidence = torch.cat(told, dim=1)  # [B, heads of all sources, evidence_values]

@@ -99,7 +99,11 @@ class TokenConfig(Widths, Protocol):
 
 
 class TokenRanker(Ranker):
-    """A ranker that reads features, events and the candidate as tokens; ``towers`` may give a source its own width."""
+    """A ranker that reads features, events and the candidate as tokens.
+
+    ``towers`` says the width of each source's tokens, and nothing of a source whose events are not to be tokens;
+    without it, all have the width of ``config``.
+    """
 
     def __init__(
         self,
@@ -113,16 +117,20 @@ class TokenRanker(Ranker):
         self.time_scale = config.time_scale
         with self.place:
             self.features = FeatureEncoder(config, inputs)
+            widths = dict.fromkeys([s.name for s in inputs.sources], config) if towers is None else towers
             self.events = ByName(
-                {s.name: EventEncoder(s, (towers or {}).get(s.name, config), inputs) for s in inputs.sources}
+                {s.name: EventEncoder(s, widths[s.name], inputs) for s in inputs.sources if s.name in widths}
             )
             self.dropout = Dropout(config.dropout)
 
     def history(self, source: str, rows: Rows, batch: BatchLike) -> History:
-        """The events of one source as tokens [T, d], with where they stand."""
+        """The events of one source as tokens [T, d], with where they stand; [T, 0] where they are not to be tokens."""
         sequence = pick(batch.sequences, source, "sequence")
         rank, age, gap = place_events(sequence, batch.time, self.time_scale)
-        tokens = self.dropout(self.events[source](rows, sequence, age, gap))
+        if source in self.events:
+            tokens = self.dropout(self.events[source](rows, sequence, age, gap))
+        else:
+            tokens = age.new_zeros(age.shape[0], 0)
         return History(tokens=tokens, offsets=sequence.offsets, max_len=sequence.max_len, rank=rank, age=age)
 
     def candidate(self, source: str, rows: Rows, batch: BatchLike) -> Tensor:
