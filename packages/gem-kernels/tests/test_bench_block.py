@@ -1,4 +1,4 @@
-"""The block and window suites, but for the clock: what they compare is what they say, and the gate closes."""
+"""The block suite, but for the clock: what they compare is what they say, and the gate closes."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_the_gate(device, name, capsys):
 
 def test_blocks_as_sequences_are_blocks(device):
     """The peers get the blocks as sequences; the reference of the packed form is that of the plain one."""
-    p = block.problem("block-d64", device, [70, 0, 64, 3])
+    p = block.problem("block-d64-rope", device, [70, 0, 64, 3])
     cut = block.jagged.block_offsets(p.offsets, 137, 64)
     count = int((cut < cut[-1]).sum())
     assert cut[: count + 1].tolist() == [0, 64, 70, 134, 137]
@@ -48,18 +48,24 @@ def test_rows_of_a_case(monkeypatch, device):
     monkeypatch.setattr(block.timing, "captured", lambda run: run)
     monkeypatch.setattr(block.timing, "interleaved", lambda runs, rounds, rep: dict.fromkeys(runs, 0.5))
     ceilings = {"copy_tbps": 1e-3, "gemm_bf16_tflops": 1e-3}
-    shared = {"passes": ("forward", "backward"), "rounds": 1, "rep": 1, "ceilings": ceilings, "skip": ("hopper",)}
+    shared = {
+        "passes": ("forward", "backward"),
+        "rounds": 1,
+        "rep": 1,
+        "ceilings": ceilings,
+        "skip": ("hopper", "default"),
+    }
     rows = block.measure("window-64-4096", device, only="", peer_names=("none",), gate_only=False, **shared)
     assert [(row["variant"], row["pass"]) for row in rows] == [("triton", "forward"), ("triton", "backward")]
     cost = flops.attention(LENGTHS, heads=4, head_dim=128, window=(64, 0))
     assert rows[0]["tflops"] == round(cost.forward_flops / 0.5 / 1e9, 1)
     assert rows[1]["gbps"] == round(cost.backward_bytes / 0.5 / 1e6, 1)
-    assert block.measure("block-d64", device, only="", peer_names=(), gate_only=True, **shared) == []
+    assert block.measure("block-d64-rope", device, only="", peer_names=(), gate_only=True, **shared) == []
 
 
 def test_a_case_of_another_suite_is_refused(capsys):
     with pytest.raises(SystemExit):
-        bench.main(["window", "--case", "block-d64"])
-    assert "window has no case block-d64" in capsys.readouterr().err
+        bench.main(["block", "--case", "rms-256"])
+    assert "block has no case rms-256" in capsys.readouterr().err
     with pytest.raises(ValueError, match="unknown case 'pma'"):
         block.problem("pma", torch.device("cpu"))

@@ -216,3 +216,19 @@ def test_errors():
         block_attention_packed(x, offsets, kv_heads=1, block=48)
     with pytest.raises(ValueError, match=r"positions must be \[4\]"):
         block_attention_packed(x, offsets, kv_heads=1, rope=Rope(positions=torch.zeros(3)), backend="reference")
+
+
+@pytest.mark.parametrize("own", [[], [0, 0], [5, 0, 64, 65, 300, 0], [70] * 90], ids=len)
+def test_records_of_blocks_with_another_side(device, own):
+    """Row, rows, place on the diagonal, and the other side's span; then only empty ones."""
+    other = [(7 * n + i) % 90 for i, n in enumerate(own)]
+    mine, theirs = offsets_of(own, device, torch.int32), offsets_of(other, device)
+    got = blocks.records(mine, theirs, sum(own), 64)
+    expected = []
+    for b, n in enumerate(own):
+        for first in range(0, n, 64):
+            place = first + other[b] - n
+            expected.append([int(mine[b]) + first, min(64, n - first), place, int(theirs[b]), other[b]])
+    assert got.shape == (sum(own) // 64 + len(own), 8)
+    assert got[: len(expected), :5].tolist() == expected
+    assert not got[len(expected) :, 1].any()

@@ -130,8 +130,8 @@ def block_attention(
 ) -> Cost:
     """Cost of one `block_attention`: a sequence's last block is short; no LSE, and backward does not read O.
 
-    `positions`: a rotary embedding reads float32 positions, once for all heads; counted ones cost no bytes. The rotation
-    itself is no matrix product and not counted.
+    `positions`: a rotary embedding reads float32 positions, once for all heads; counted ones cost no bytes. The
+    rotation itself is no matrix product and not counted.
     """
     n = _as_lengths("lengths", lengths)
     last = n % block

@@ -1,5 +1,5 @@
-"""`python -m gem_kernels.bench attention|gdpa|block|window|norms`: measure a suite on this machine's GPU, print a table
-and write a benchmark file.
+"""`python -m gem_kernels.bench attention|gdpa|block|norms`: measure a suite on this machine's GPU, print a table and
+write a benchmark file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     unit = "GB/s" if rows and rows[0]["unit"] == "gbps" else "TFLOP/s"
     lines = [
         f"{'case':18s} {'pass':8s} {'op':16s} {'variant':24s} {'ms':>8s} {unit:>8s} {'of GEMM':>8s} "
-        f"{'of copy':>8s}  peers ({unit})"
+        f"{'of copy':>8s} {'host us':>8s}  peers ({unit})"
     ]
     shown: set[tuple[str, str]] = set()
     for r in rows:
@@ -69,7 +69,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
         shown.add(group)
         lines.append(
             f"{r['case']:18s} {r['pass']:8s} {r['op']:16s} {r['variant']:24s} {r['ms']:8.3f} {r[r['unit']]:8.1f} "
-            f"{'' if r['of_gemm'] is None else format(r['of_gemm'], '.3f'):>8s} {r['of_copy']:8.3f}  {peers}"
+            f"{'' if r['of_gemm'] is None else format(r['of_gemm'], '.3f'):>8s} {r['of_copy']:8.3f} "
+            f"{format(r['host_us'], '.0f') if 'host_us' in r else '':>8s}  {peers}"
         )
     return "\n".join(lines)
 
@@ -77,7 +78,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m gem_kernels.bench", description=__doc__)
-    parser.add_argument("suite", choices=("attention", "gdpa", "block", "window", "norms"))
+    parser.add_argument("suite", choices=("attention", "gdpa", "block", "norms"))
     parser.add_argument("--case", action="append", help="may be repeated; all of the suite by default")
     parser.add_argument(
         "--pass", dest="passes", action="append", choices=("forward", "backward"), help="both by default"
@@ -93,10 +94,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--gate-only", action="store_true", help="check results (and fill the compile cache), time nothing"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=8,
+        help="processes that build and check the cases of the block and norms suites before any is timed; 1 for none",
+    )  # fmt: skip
+    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)  # what such a process does
     parser.add_argument("--commit", help="recorded in the file; by default asked of git")
     parser.add_argument("--out", type=Path, help="write the benchmark file here")
     options = parser.parse_args(arguments)
-    names = tuple(block.CASES.get(options.suite, ())) or (norms.NAMES if options.suite == "norms" else cases.NAMES)
+    names = {"norms": norms.NAMES, "block": block.NAMES}.get(options.suite, cases.NAMES)
     unknown = set(options.case or ()) - set(names)
     if unknown:
         parser.error(f"{options.suite} has no case {', '.join(sorted(unknown))}; expected one of {', '.join(names)}")
@@ -106,6 +112,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
+    if options.warm:
+        for name in options.case:
+            _build(options, name, device)
+        return 0
+    if options.suite in ("block", "norms") and not options.gate_only and options.jobs > 1:
+        _warm(options, options.case or list(names))
     found: dict[str, float] = {} if options.gate_only else timing.ceilings(device)
     print("ceilings:", {name: round(x, 2) for name, x in found.items()}, flush=True)
     rows: list[dict[str, Any]] = []
@@ -118,6 +130,36 @@ def main(arguments: list[str] | None = None) -> int:
         torch.cuda.empty_cache()
     print(_table(rows))
     return 0
+
+
+def _warm(options: argparse.Namespace, names: list[str]) -> None:
+    """Fill the compile caches of Triton and torch by processes side by side; one that fails is heard of when its case
+    is measured.
+    """
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "gem_kernels.bench", options.suite, "--warm"]
+    for option, values in (("--pass", options.passes or ()), ("--peer", options.peer)):
+        command += [word for value in values for word in (option, value)]
+    shares = [names[i :: options.jobs] for i in range(min(options.jobs, len(names)))]
+    running = [
+        subprocess.Popen(
+            [*command, *(word for name in share for word in ("--case", name))],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for share in shares
+    ]  # fmt: skip
+    for process in running:
+        process.wait()
+    print(f"built in {time.monotonic() - begun:.1f} s", flush=True)
+
+
+def _build(options: argparse.Namespace, name: str, device: torch.device) -> None:
+    """Everything that a case runs, once."""
+    passes = tuple(options.passes or ("forward", "backward"))
+    if options.suite == "norms":
+        norms.warm(name, device, passes, tuple(options.peer))
+    else:
+        block.warm(name, device, passes, tuple(options.peer))
 
 
 def _measure(
@@ -133,9 +175,9 @@ def _measure(
             raise SystemExit("the norms suite has one variant of each case: no --variant, --skip or --activation")
         return norms.measure(name, device, **shared)
     chosen: dict[str, Any] = {"only": options.variant, "skip": tuple(options.skip)}
-    if options.suite in block.CASES:
+    if options.suite == "block":
         if options.activation:
-            raise SystemExit(f"the cases of the {options.suite} suite have their activations: no --activation")
+            raise SystemExit("the cases of the block suite have their activations: no --activation")
         return block.measure(name, device, **chosen, **shared)
     from gem_kernels.bench import suite
 

@@ -1,4 +1,4 @@
-"""The block and window suites: attention that sees little, and is as fast as its operands can be moved; gated by
+"""The block suite: attention that sees little, blocks or windows, and is as fast as its operands can be moved; gated by
 float64, timed beside our other kernels and other people's.
 
 Runs are captured in CUDA graphs, as in the norms suite.
@@ -51,20 +51,24 @@ def _full() -> cases.Lengths:
     return np.full(256, 1024, dtype=np.int64)
 
 
-_BLOCKS = {
-    "block-d128": Case(lengths=_full),
+def _window(window: int, longest: int) -> Case:
+    return Case(lengths=functools.partial(cases.half, 2**18 // longest, longest), window=window)
+
+
+CASES = {  # in this order, so that a run that is cut short has the main ones
     "block-d128-rope": Case(lengths=_full, turned=True),
-    "block-d128-silu-rope": Case(lengths=_full, turned=True, act="silu"),
-    "block-d64": Case(lengths=_full, dim=64),
+    "window-64-4096": _window(64, 4096),
     "block-d64-rope": Case(lengths=_full, dim=64, turned=True),
+    "window-128-4096": _window(128, 4096),
+    "window-256-4096": _window(256, 4096),
+    "block-d128": Case(lengths=_full),
     "block-half-512-rope": Case(lengths=functools.partial(cases.half, 1152, 512), turned=True),
+    "block-d128-silu-rope": Case(lengths=_full, turned=True, act="silu"),
+    "window-64-16384": _window(64, 16384),
+    "window-256-16384": _window(256, 16384),
+    "window-128-16384": _window(128, 16384),
 }
-_WINDOWS = {
-    f"window-{window}-{longest}": Case(lengths=functools.partial(cases.half, 2**18 // longest, longest), window=window)
-    for longest in (4096, 16384)
-    for window in (64, 128, 256)
-}
-CASES = {"block": _BLOCKS, "window": _WINDOWS}
+NAMES = tuple(CASES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +90,9 @@ class Problem:
 
 def problem(name: str, device: torch.device, lengths: list[int] | None = None) -> Problem:
     """The case called `name` with fresh BF16 inputs, with other lengths for a trial; ValueError if unknown."""
-    known = {**_BLOCKS, **_WINDOWS}
-    if name not in known:
-        raise ValueError(f"unknown case {name!r}; expected one of {', '.join(known)}")
-    case = known[name]
+    if name not in CASES:
+        raise ValueError(f"unknown case {name!r}; expected one of {', '.join(CASES)}")
+    case = CASES[name]
     lengths = case.lengths().tolist() if lengths is None else lengths
     inputs = [torch.randn(sum(lengths), HEADS, case.dim, device=device, dtype=torch.bfloat16) for _ in range(3)]
     shape: dict[str, Any] = {"heads": HEADS, "head_dim": case.dim}
@@ -108,13 +111,21 @@ def _attend(*arguments: Any, **options: Any) -> Tensor:
     return out
 
 
+def _windowed(
+    q: Tensor, k: Tensor, v: Tensor, *, where: tuple[Any, ...], window: tuple[int, int], backend: str | None
+) -> Tensor:
+    return _attend(q, k, v, *where, window=window, backend=backend)
+
+
 def ours(p: Problem) -> dict[str, tuple[Run, list[Tensor]]]:
     """Our variants that run here, with their inputs: the packed one has q, k and v in one tensor."""
     case, offsets = p.case, p.offsets
     found: dict[str, tuple[Run, list[Tensor]]] = {}
     if case.window is not None:
         where = offsets, offsets, p.longest, p.longest
-        found["triton"] = lambda q, k, v: _attend(q, k, v, *where, window=(case.window, 0), backend="triton"), p.inputs
+        for name in (None, "triton"):  # None: what the dispatch picks
+            run = functools.partial(_windowed, where=where, window=(case.window, 0), backend=name)
+            found[name or "default"] = run, p.inputs
         return found
     options: dict[str, Any] = {"block": BLOCK, "activation": case.act, "rope": BASE if case.turned else None}
     for backend in ("hopper", "triton"):
@@ -234,13 +245,20 @@ class _Given(Variant):
         return super().backward()
 
 
+def warm(name: str, device: torch.device, passes: tuple[str, ...], peer_names: tuple[str, ...]) -> None:
+    """Build what a case needs: everything runs once, on a few sequences."""
+    p = problem(name, device, [300, 100])
+    dout = torch.randn_like(p.inputs[0])
+    for run, inputs in [*ours(p).values(), *((run, p.inputs) for run in others(p, peer_names).values())]:
+        for what in passes:
+            _Given(run, inputs, dout).do(what)
+
+
 def measure(
     name: str, device: torch.device, *, passes: tuple[str, ...], only: str, skip: tuple[str, ...],
     peer_names: tuple[str, ...], rounds: int, rep: int, ceilings: dict[str, float], gate_only: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of one case: the gate, then times of ours and of the peers, in TFLOP/s of useful work for windows and
-    in GB/s of useful bytes for blocks.
-    """
+    """The rows of one case: the gate, then times of ours and of the peers; rates are GB/s of useful bytes."""
     p = problem(name, device)
     dout = torch.randn_like(p.inputs[0])
     variants = {
@@ -251,6 +269,7 @@ def measure(
     errors = {n: gate(p, n, variant, dout, passes) for n, variant in variants.items()}
     if gate_only:
         return []
+    print(f"  {name}: timing", flush=True)
     peers = {f"peer {n}": _Given(run, p.inputs, dout) for n, run in others(p, peer_names).items()}
     rows = []
     for what in passes:
@@ -265,8 +284,9 @@ def measure(
         times = timing.interleaved(runs, rounds=rounds, rep=rep)
         moved = p.cost.forward_bytes if what == "forward" else p.cost.backward_bytes
         useful = p.cost.forward_flops if what == "forward" else p.cost.backward_flops
-        counted = moved / 1e6 if p.case.window is None else useful / 1e9
-        rates = {n.removeprefix("peer "): round(counted / ms, 1) for n, ms in times.items() if n.startswith("peer ")}
+        rates = {
+            n.removeprefix("peer "): round(moved / ms / 1e6, 1) for n, ms in times.items() if n.startswith("peer ")
+        }
         for n in variants:
             gbps, tflops = moved / times[n] / 1e6, useful / times[n] / 1e9
             rows.append({
@@ -275,6 +295,6 @@ def measure(
                 "tflops": round(tflops, 1), "gbps": round(gbps, 1),
                 "of_gemm": round(tflops / ceilings["gemm_bf16_tflops"], 3),
                 "of_copy": round(gbps / 1e3 / ceilings["copy_tbps"], 3), "error": errors[n][what], "peers": rates,
-                "unit": "gbps" if p.case.window is None else "tflops",
+                "unit": "gbps",
             })  # fmt: skip
     return rows

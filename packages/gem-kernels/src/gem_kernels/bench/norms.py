@@ -43,6 +43,7 @@ class Problem:
     ours: Run
     eager: Run
     operator: str = "norms"  # the dispatch's name
+    compiled: bool = False  # whether torch.compile of `eager` is a peer: building it takes seconds
     liger: Callable[[], Run] | None = None
 
 
@@ -98,7 +99,10 @@ def _norm(
     op = f"{kind}_norm{'+residual' if residual else ''}{'+swish' if swish else ''}"
     known = not swish and not (layer and residual)
     liger = functools.partial(_liger, kind, residual) if known else None
-    return Problem(name=name, op=op, width=width, inputs=inputs, cost=cost, ours=ours, eager=eager, liger=liger)
+    return Problem(
+        name=name, op=op, width=width, inputs=inputs, cost=cost, ours=ours, eager=eager, liger=liger,
+        compiled=name == "rms-residual-512",
+    )  # fmt: skip
 
 
 def _linear(name: str, inputs: int, outputs: int, device: torch.device, shrink: int) -> Problem:
@@ -106,7 +110,7 @@ def _linear(name: str, inputs: int, outputs: int, device: torch.device, shrink: 
     rows = ROWS // shrink
     weight = _normal(device, outputs, inputs) / inputs**0.5
     return Problem(
-        name=name, op="norm_linear", operator="norm_linear", width=inputs,
+        name=name, op="norm_linear", operator="norm_linear", width=inputs, compiled=True,
         inputs=[_normal(device, rows, inputs), 1 + 0.1 * _normal(device, inputs), weight],
         cost=flops.norm_linear(rows, inputs, outputs),
         ours=lambda x, gain, weight, backend: norm_linear(x, gain, weight, eps=EPS, backend=backend),
@@ -200,7 +204,11 @@ def _helper(name: str, op: str, width: int, device: torch.device, shrink: int) -
     )  # fmt: skip
 
 
-_MAKE: dict[str, Callable[..., Problem]] = {
+_MAKE: dict[str, Callable[..., Problem]] = {  # in this order, so that a run that is cut short has the main ones
+    **{
+        f"norm-linear-{k}-{n}": functools.partial(_linear, inputs=k, outputs=n)
+        for k, n in ((512, 512), (1024, 1024), (256, 256))
+    },
     **{f"rms-{w}": functools.partial(_norm, kind="rms", width=w) for w in (256, 512, 1024)},
     "rms-4096": functools.partial(_norm, kind="rms", width=4096, rows=ROWS // 4),
     "rms-8192": functools.partial(_norm, kind="rms", width=8192, rows=ROWS // 8),
@@ -209,10 +217,6 @@ _MAKE: dict[str, Callable[..., Problem]] = {
     "layer-residual-512": functools.partial(_norm, kind="layer", width=512, residual=True),
     "layer-swish-512": functools.partial(_norm, kind="layer", width=512, swish=True),
     "qk-128": functools.partial(_norm, kind="rms", width=128, packed=True),
-    **{
-        f"norm-linear-{k}-{n}": functools.partial(_linear, inputs=k, outputs=n)
-        for k, n in ((256, 256), (256, 1024), (512, 512), (512, 1024), (1024, 256), (1024, 1024))
-    },
     **{f"rope-{dim}": functools.partial(_rotary, dim=dim) for dim in (64, 128)},
     "most-recent-256": functools.partial(_helper, op="most_recent", width=256),
     "concat-256": functools.partial(_helper, op="jagged_concat", width=256),
@@ -220,6 +224,10 @@ _MAKE: dict[str, Callable[..., Problem]] = {
     "add-256": functools.partial(_helper, op="jagged_add", width=256),
     "to-dense-256": functools.partial(_dense, back=False, width=256),
     "from-dense-256": functools.partial(_dense, back=True, width=256),
+    **{
+        f"norm-linear-{k}-{n}": functools.partial(_linear, inputs=k, outputs=n)
+        for k, n in ((256, 1024), (1024, 256), (512, 1024), (1024, 512))
+    },
 }
 NAMES = tuple(_MAKE)
 
@@ -285,13 +293,28 @@ def gate(p: Problem, run: Run, passes: Iterable[str]) -> dict[str, float]:
 
 def peers(p: Problem, names: tuple[str, ...]) -> dict[str, Run]:
     """Those that are named, or all, and can be imported here."""
-    found: dict[str, Run] = {"torch": p.eager, "torch.compile": torch.compile(p.eager)}
+    found: dict[str, Run] = {"torch": p.eager}
+    if p.compiled:
+        found["torch.compile"] = torch.compile(p.eager)
     if p.liger is not None:
         try:
             found["liger"] = p.liger()
         except ImportError as error:
             print(f"  no liger: {error}")
     return {name: run for name, run in found.items() if not names or name in names}
+
+
+def warm(name: str, device: torch.device, passes: tuple[str, ...], peer_names: tuple[str, ...]) -> None:
+    """Build what a case needs, on fewer rows where that builds the same, and check it."""
+    try:
+        p = problem(name, device)
+        p = p if p.compiled else problem(name, device, shrink=16)
+    except ImportError:
+        return
+    gate(p, functools.partial(p.ours, backend="triton"), passes)
+    for run in peers(p, peer_names).values():
+        for what in passes:
+            Variant(run, p.inputs).do(what)
 
 
 def measure(

@@ -73,10 +73,10 @@ def _launch(
     last: tuple[Any, ...], **constants: Any,
 ) -> None:  # fmt: skip
     total, heads, dim = own.shape
-    cut, names = blocks.named_offsets(own_offsets, total, config.rows)
-    tiles = (cut.shape[0] - 1) * heads
+    records = blocks.records(own_offsets, other_offsets, total, config.rows)
+    tiles = records.shape[0] * heads
     kernel[(min(tiles, _processors(own.device) * config.programs),)](
-        *first, cut, names, own_offsets.contiguous(), other_offsets.contiguous(), tiles, *last,
+        *first, records, tiles, *last,
         BM=config.rows, D=dim, HEADS=heads, SLOTS=SLOTS, **constants,
         num_warps=config.rows // 16, maxnreg=config.registers,
     )  # fmt: skip
@@ -158,15 +158,15 @@ def compile_cases() -> list[CompileCase]:
                     rows = config.rows if argument in own else STEP
                     layout = gl.NVMMASharedLayout.get_default_for([rows, dim], gl.bfloat16)
                     types[argument] = f"tensordesc<bf16[{rows}, {dim}],{layout!r}>"
-                elif argument.endswith("_offsets") or argument in ("blocks_ptr", "names_ptr"):
-                    types[argument] = "*i64"
+                elif argument == "records_ptr":
+                    types[argument] = "*i32"
                 elif argument in ("lse_ptr", "dlse_ptr", "stats_ptr"):
                     types[argument] = "*fp32"
                 elif argument.endswith("_ptr"):
                     types[argument] = "*bf16"
                 else:
                     types[argument] = "fp32" if argument.endswith("scale") else "i32"
-            divisible = tuple(a for a in types if a.endswith(("_ptr", "_offsets", "_row")))
+            divisible = tuple(a for a in types if a.endswith(("_ptr", "_row")))
             tile = Tile(bm=config.rows, bn=STEP, warps=config.rows // 16, registers=config.registers)
             cases.append(CompileCase(f"window {name} d{dim}", kernel, types, constants, tile, divisible, (90,), source))
     return cases

@@ -28,27 +28,19 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _tile(lists, tile, tiles, HEADS: gl.constexpr):
-    """A tile's head, its first row, how many rows it has, and its sequence's spans on the own and the other side."""
-    blocks_ptr, names_ptr, own_ptr, other_ptr = lists
-    block = tile // HEADS
+def _record(records_ptr, tile, tiles, HEADS: gl.constexpr):
+    """A tile's head, and its record: first row, rows (0 past the last tile), place on the diagonal, first row of the
+    other side's sequence, its length.
+    """
+    p = records_ptr + (tile // HEADS) * 8
     inside = tile < tiles
-    first = gl.load(blocks_ptr + block, mask=inside, other=0)
-    rows = gl.load(blocks_ptr + block + 1, mask=inside, other=0) - first
-    some = rows > 0
-    name = gl.load(names_ptr + block, mask=some, other=0)
-    own = gl.load(own_ptr + name, mask=some, other=0).to(gl.int64)
-    own_end = gl.load(own_ptr + name + 1, mask=some, other=0).to(gl.int64)
-    other = gl.load(other_ptr + name, mask=some, other=0).to(gl.int64)
-    other_end = gl.load(other_ptr + name + 1, mask=some, other=0).to(gl.int64)
     return (
         tile % HEADS,
-        first.to(gl.int32),
-        rows.to(gl.int32),
-        own.to(gl.int32),
-        (own_end - own).to(gl.int32),
-        other.to(gl.int32),
-        (other_end - other).to(gl.int32),
+        gl.load(p, mask=inside, other=0),
+        gl.load(p + 1, mask=inside, other=0),
+        gl.load(p + 2, mask=inside, other=0),
+        gl.load(p + 3, mask=inside, other=0),
+        gl.load(p + 4, mask=inside, other=0),
     )
 
 
@@ -81,7 +73,7 @@ def _limits(place, other_len, before, after):
 
 @gluon.jit(do_not_specialize=["tiles", "left", "right"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_ptr, o_row, lse_ptr, blocks_ptr, names_ptr, q_offsets, k_offsets, tiles, left, right,
+    q_desc, k_desc, v_desc, o_ptr, o_row, lse_ptr, records_ptr, tiles, left, right,
     scale,
     BM: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -98,7 +90,6 @@ def forward_kernel(
     mbarrier.init(q_full, count=1)
     for s in gl.static_range(SLOTS):
         mbarrier.init(full.index(s), count=1)
-    lists = (blocks_ptr, names_ptr, q_offsets, k_offsets)
     descs = (k_desc, v_desc)
     bufs = (k_buf, v_buf)
     r = gl.arange(0, BM, gl.SliceLayout(1, SL))
@@ -108,15 +99,15 @@ def forward_kernel(
     step = 0
     missing = SLOTS + 0  # so many first steps of the current tile have not been asked for
     visit = 0
-    head, row, rows, own, own_len, other, other_len = _tile(lists, first_tile, tiles, HEADS)
+    head, row, rows, place, other, other_len = _record(records_ptr, first_tile, tiles, HEADS)
+    head1, row1, rows1, place1, other1, other_len1 = _record(records_ptr, first_tile + programs, tiles, HEADS)
     mbarrier.expect(q_full, q_desc.block_type.nbytes, pred=rows > 0)
     tma.async_copy_global_to_shared(q_desc, [row, head * D], q_full, q_buf, pred=rows > 0)
     for tile in range(first_tile, tiles, programs):
-        head, row, rows, own, own_len, other, other_len = _tile(lists, tile, tiles, HEADS)
-        head1, row1, rows1, own1, own_len1, other1, other_len1 = _tile(lists, tile + programs, tiles, HEADS)
-        place = row - own + other_len - own_len
+        # Two tiles ahead, so that nothing waits for the load.
+        head2, row2, rows2, place2, other2, other_len2 = _record(records_ptr, tile + 2 * programs, tiles, HEADS)
         lo, n = _steps(place, rows, other_len, left, right)
-        lo1, n1 = _steps(row1 - own1 + other_len1 - own_len1, rows1, other_len1, left, right)
+        lo1, n1 = _steps(place1, rows1, other_len1, left, right)
         if rows > 0:
             column = head * D
             for j in gl.static_range(SLOTS):
@@ -158,6 +149,8 @@ def forward_kernel(
             gl.store(lse_ptr + (row + r).to(gl.int64) * HEADS + head, lse, mask=r < rows)
             acc = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, AL))[:, None]
             _put(acc, o_ptr, o_row, row, rows, column, BM, D, AL)
+        head, row, rows, place, other, other_len = head1, row1, rows1, place1, other1, other_len1
+        head1, row1, rows1, place1, other1, other_len1 = head2, row2, rows2, place2, other2, other_len2
 
 
 @gluon.jit
@@ -171,7 +164,7 @@ def _put(acc, ptr, stride, row, rows, column, BM: gl.constexpr, D: gl.constexpr,
 @gluon.jit(do_not_specialize=["tiles", "left", "right", "total_q"])
 def query_gradient_kernel(
     q_desc, do_desc, k_desc, v_desc, o_ptr, o_row, lse_ptr, dlse_ptr, stats_ptr, dq_ptr, dq_row,
-    blocks_ptr, names_ptr, q_offsets, k_offsets, tiles, left, right, total_q, inner_scale, scale,
+    records_ptr, tiles, left, right, total_q, inner_scale, scale,
     BM: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, SLOTS: gl.constexpr, DLSE: gl.constexpr,
 ):  # fmt: skip
     """dQ and the statistics; `inner_scale` is `scale` log2(e)."""
@@ -188,7 +181,6 @@ def query_gradient_kernel(
     mbarrier.init(q_full, count=1)
     for s in gl.static_range(SLOTS):
         mbarrier.init(full.index(s), count=1)
-    lists = (blocks_ptr, names_ptr, q_offsets, k_offsets)
     descs = (k_desc, v_desc)
     bufs = (k_buf, v_buf)
     r = gl.arange(0, BM, gl.SliceLayout(1, SL))
@@ -198,14 +190,14 @@ def query_gradient_kernel(
     step = 0
     missing = SLOTS + 0
     visit = 0
-    head, row, rows, own, own_len, other, other_len = _tile(lists, first_tile, tiles, HEADS)
+    head, row, rows, place, other, other_len = _record(records_ptr, first_tile, tiles, HEADS)
+    head1, row1, rows1, place1, other1, other_len1 = _record(records_ptr, first_tile + programs, tiles, HEADS)
     _ask_own((q_desc, do_desc), (q_buf, do_buf), q_full, row, head * D, rows > 0)
     for tile in range(first_tile, tiles, programs):
-        head, row, rows, own, own_len, other, other_len = _tile(lists, tile, tiles, HEADS)
-        head1, row1, rows1, own1, own_len1, other1, other_len1 = _tile(lists, tile + programs, tiles, HEADS)
-        place = row - own + other_len - own_len
+        # Two tiles ahead, so that nothing waits for the load.
+        head2, row2, rows2, place2, other2, other_len2 = _record(records_ptr, tile + 2 * programs, tiles, HEADS)
         lo, n = _steps(place, rows, other_len, left, right)
-        lo1, n1 = _steps(row1 - own1 + other_len1 - own_len1, rows1, other_len1, left, right)
+        lo1, n1 = _steps(place1, rows1, other_len1, left, right)
         if rows > 0:
             column = head * D
             for j in gl.static_range(SLOTS):
@@ -250,6 +242,8 @@ def query_gradient_kernel(
             visit += 1
             _ask_own((q_desc, do_desc), (q_buf, do_buf), q_full, row1, head1 * D, rows1 > 0)
             _put(dq * scale, dq_ptr, dq_row, row, rows, column, BM, D, AL)
+        head, row, rows, place, other, other_len = head1, row1, rows1, place1, other1, other_len1
+        head1, row1, rows1, place1, other1, other_len1 = head2, row2, rows2, place2, other2, other_len2
 
 
 @gluon.jit
@@ -262,7 +256,7 @@ def _ask_own(descs, bufs, full, row, column, some):
 @gluon.jit(do_not_specialize=["tiles", "left", "right", "total_q"])
 def key_gradient_kernel(
     k_desc, v_desc, q_desc, do_desc, stats_ptr, dk_ptr, dv_ptr, dk_row,
-    blocks_ptr, names_ptr, k_offsets, q_offsets, tiles, left, right, total_q, inner_scale, scale,
+    records_ptr, tiles, left, right, total_q, inner_scale, scale,
     BM: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of tiles of keys; scores are transposed, [keys, queries], so that P and dS are left operands."""
@@ -279,7 +273,6 @@ def key_gradient_kernel(
     mbarrier.init(own_full, count=1)
     for s in gl.static_range(SLOTS):
         mbarrier.init(full.index(s), count=1)
-    lists = (blocks_ptr, names_ptr, k_offsets, q_offsets)
     descs = (q_desc, do_desc)
     bufs = (q_buf, do_buf)
     r = gl.arange(0, BM, gl.SliceLayout(1, SL))
@@ -289,14 +282,14 @@ def key_gradient_kernel(
     step = 0
     missing = SLOTS + 0
     visit = 0
-    head, row, rows, own, own_len, other, other_len = _tile(lists, first_tile, tiles, HEADS)
+    head, row, rows, place, other, other_len = _record(records_ptr, first_tile, tiles, HEADS)
+    head1, row1, rows1, place1, other1, other_len1 = _record(records_ptr, first_tile + programs, tiles, HEADS)
     _ask_own((k_desc, v_desc), (k_buf, v_buf), own_full, row, head * D, rows > 0)
     for tile in range(first_tile, tiles, programs):
-        head, row, rows, own, own_len, other, other_len = _tile(lists, tile, tiles, HEADS)
-        head1, row1, rows1, own1, own_len1, other1, other_len1 = _tile(lists, tile + programs, tiles, HEADS)
-        place = row - own + other_len - own_len
+        # Two tiles ahead, so that nothing waits for the load.
+        head2, row2, rows2, place2, other2, other_len2 = _record(records_ptr, tile + 2 * programs, tiles, HEADS)
         lo, n = _steps(place, rows, other_len, right, left)
-        lo1, n1 = _steps(row1 - own1 + other_len1 - own_len1, rows1, other_len1, right, left)
+        lo1, n1 = _steps(place1, rows1, other_len1, right, left)
         if rows > 0:
             column = head * D
             for j in gl.static_range(SLOTS):
@@ -337,3 +330,5 @@ def key_gradient_kernel(
             _ask_own((k_desc, v_desc), (k_buf, v_buf), own_full, row1, head1 * D, rows1 > 0)
             _put(dk * scale, dk_ptr, dk_row, row, rows, column, BM, D, AL)
             _put(dv, dv_ptr, dk_row, row, rows, column, BM, D, AL)
+        head, row, rows, place, other, other_len = head1, row1, rows1, place1, other1, other_len1
+        head1, row1, rows1, place1, other1, other_len1 = head2, row2, rows2, place2, other2, other_len2
