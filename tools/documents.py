@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_RUN = {
     "the test command itself": "tools/tests/test_readme.py compares it with what CI runs",
     "installs from the package index": "the sessions wheel(...) install every package from its wheel",
-    "takes minutes": "the session `train` runs it",
+    "takes minutes": "the session `train` runs the recipe; the tutorials run the commands with few steps",
     "needs two GPUs": "the same lines run on two CPU processes elsewhere on the page",
     "needs a GPU": "no machine of CI has one",
     "needs Slurm": "tools/tests/test_slurm.py runs it with a stand-in for srun",
