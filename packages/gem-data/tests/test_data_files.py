@@ -101,6 +101,32 @@ def test_bad_cells_and_lines_of_a_csv_are_rejected_one_by_one(tmp_path, monkeypa
     assert any(lines[35] == r["event"].get("_text") for r in kept)
 
 
+def test_a_folder_as_spark_writes_it(tmp_path):
+    """Ranges of users in files numbered in their order, an empty range among them, with marks and checksums beside."""
+    ordered = PLAIN.sort_by([("user", "ascending"), ("time", "ascending")])
+    folder = tmp_path / "events"
+    folder.mkdir()
+    pieces = [ordered.slice(0, 17), ordered.slice(0, 0), ordered.slice(17)]
+    for number, piece in enumerate(pieces):
+        name = f"part-{number:05}-6bd1a5e2-90a0-4a53-8d3e-b0f3d7d1c6a4-c000.snappy.parquet"
+        pq.write_table(piece, folder / name, compression="snappy")
+        (folder / f".{name}.crc").write_bytes(b"crc")
+    (folder / "_SUCCESS").touch()
+    source = files(folder, plain_schema())
+    assert pa.concat_tables(source.tables()).equals(ordered)
+    assert prepare(source, tmp_path / "log").out_of_order == 0
+    prepare(files_of(PLAIN, tmp_path), tmp_path / "plain")
+    there, here = (EventLog.open(tmp_path / n) for n in ("plain", "log"))
+    assert len(there) == len(here) == len(PLAIN)
+    assert there.time.tolist() == here.time.tolist()
+    assert there.user.tolist() == here.user.tolist()
+
+
+def files_of(table: pa.Table, folder):
+    pq.write_table(table, folder / "plain.parquet")
+    return files(folder / "plain.parquet", plain_schema())
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "csv", "jsonl"])
 def test_only_the_columns_that_are_asked_for_are_read(tmp_path, kind):
     path = tmp_path / f"a.{kind}"
