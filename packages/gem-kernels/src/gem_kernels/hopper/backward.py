@@ -54,7 +54,7 @@ def tile_record(tiles_ptr, t, count):
 
 
 @gluon.jit
-def _producer(inputs, buffers, barriers, D: gl.constexpr, QS: gl.constexpr, ACT: gl.constexpr):
+def _producer(inputs, buffers, barriers, D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, ACT: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, window, query_blocks = inputs
     first, last = window
     q_buf, do_buf, k_buf, v_buf, rows_buf = buffers
@@ -84,9 +84,8 @@ def _producer(inputs, buffers, barriers, D: gl.constexpr, QS: gl.constexpr, ACT:
             statistics = head * query_blocks + block
             for i in range(gl.cdiv(q_len, BLOCK)):
                 s = step % QS
-                phase = (step // QS) & 1
                 row = q_start + i * BLOCK
-                mbarrier.wait(q_empty.index(s), phase ^ 1)
+                mbarrier.wait(q_empty.index(s), ((step // QS) & 1) ^ 1)
                 if ACT == "softmax":
                     mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
                     at = (statistics + i) * (2 * BLOCK)
@@ -95,7 +94,8 @@ def _producer(inputs, buffers, barriers, D: gl.constexpr, QS: gl.constexpr, ACT:
                 else:
                     mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(q_desc, [row, column], q_full.index(s), q_buf.index(s))
-                mbarrier.wait(do_empty.index(s), phase ^ 1)
+                s = step % DS
+                mbarrier.wait(do_empty.index(s), ((step // DS) & 1) ^ 1)
                 mbarrier.expect(do_full.index(s), do_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(do_desc, [row, column], do_full.index(s), do_buf.index(s))
                 step += 1
@@ -125,9 +125,44 @@ def put(acc, desc, ptr, stride, stage, row, column, rows, D: gl.constexpr, AL: g
 
 
 @gluon.jit
+def _weights(S, scale, lse, q_left, ACT: gl.constexpr, SL: gl.constexpr):
+    """P^T of a step and what dP^T is multiplied by: P^T again, or the activation's slope."""
+    if ACT == "softmax":
+        p = gl.exp2(S * scale - lse.load(gl.SliceLayout(0, SL))[None, :])
+        slope = p
+    else:
+        inside = (gl.arange(0, BLOCK, gl.SliceLayout(0, SL)) < q_left)[None, :]
+        p, slope = activate_with_grad(S * scale, ACT)
+        p = gl.where(inside, p, 0.0)
+        slope = gl.where(inside, slope, 0.0)
+    return p, slope
+
+
+@gluon.jit
+def _score_gradient(slope, dP, delta, k_left, ACT: gl.constexpr, SL: gl.constexpr):
+    """dS^T of a step, 0 for keys past the sequence's end."""
+    if ACT == "softmax":
+        ds = slope * (dP - delta.load(gl.SliceLayout(0, SL))[None, :])
+    else:
+        ds = slope * dP
+    if k_left < BLOCK:
+        ds = gl.where((gl.arange(0, BLOCK, gl.SliceLayout(1, SL)) < k_left)[:, None], ds, 0.0)
+    return ds
+
+
+@gluon.jit
+def _send(dS, out, desc, row, SL: gl.constexpr):
+    """A block of dS goes out."""
+    tma.store_wait(0)
+    out.store(gl.convert_layout(dS, SL))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [row, 0], out)
+
+
+@gluon.jit
 def _consumer(
     W: gl.constexpr, outputs, problem, buffers, ds_buf, barriers,
-    D: gl.constexpr, QS: gl.constexpr, ACT: gl.constexpr,
+    D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride = outputs
     tiles_ptr, count_ptr, scale, v_scale, k_scale, window, window_blocks, key_blocks = problem
@@ -154,50 +189,57 @@ def _consumer(
                 v = v_buf.index(2 * slot + W)
                 dk = gl.zeros([BLOCK, D], gl.float32, AL)
                 dv = gl.zeros([BLOCK, D], gl.float32, AL)
-                ds_row = ((head * window_blocks + block - first) * key_blocks + first_block + W) * BLOCK
-                for i in range(n):
+                if n > 0:
+                    ds_row = ((head * window_blocks + block - first) * key_blocks + first_block + W) * BLOCK
                     s = step % QS
-                    phase = (step // QS) & 1
-                    mbarrier.wait(q_full.index(s), phase)
+                    d = step % DS
+                    mbarrier.wait(q_full.index(s), (step // QS) & 1)
                     S = product(k, q_buf.index(s), SL)
-                    mbarrier.wait(do_full.index(s), phase)
-                    dP = product(v, do_buf.index(s), SL)
+                    mbarrier.wait(do_full.index(d), (step // DS) & 1)
+                    dP = product(v, do_buf.index(d), SL)
+                    # What the tile before left in its K and V has gone out: they may be loaded anew.
+                    tma.store_wait(0)
+                    mbarrier.arrive(kv_empty.index(1 - slot), count=1, pred=visit > 0)
                     S = warpgroup_mma_wait(1, deps=(S,))
-                    if ACT == "softmax":
-                        p = gl.exp2(S * scale - rows_buf.index(2 * s).load(gl.SliceLayout(0, SL))[None, :])
-                    else:
-                        inside = (i * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, SL)) < q_len)[None, :]
-                        p, slope = activate_with_grad(S * scale, ACT)
-                        p = gl.where(inside, p, 0.0)
-                        slope = gl.where(inside, slope, 0.0)
+                    p, slope = _weights(S, scale, rows_buf.index(2 * s), q_len, ACT, SL)
                     P = gl.convert_layout(p.to(dtype), PL)
-                    dv_flying = warpgroup_mma(P, do_buf.index(s), dv, is_async=True)
-                    dP = warpgroup_mma_wait(1, deps=(dP,))
-                    if ACT == "softmax":
-                        ds = p * (dP - rows_buf.index(2 * s + 1).load(gl.SliceLayout(0, SL))[None, :])
-                    else:
-                        ds = slope * dP
-                    if mine < BLOCK:
-                        ds = gl.where((gl.arange(0, BLOCK, gl.SliceLayout(1, SL)) < mine)[:, None], ds, 0.0)
-                    dsb = ds.to(dtype)
-                    dS = gl.convert_layout(dsb, PL)
-                    dk_flying = warpgroup_mma(dS, q_buf.index(s), dk, is_async=True)
-                    # dS goes out while the products run. Before the first one, what the tile before left in its K and V
-                    # has gone out, too: they may be loaded anew.
-                    if i == 0:
-                        tma.store_wait(0)
-                        mbarrier.arrive(kv_empty.index(1 - slot), count=1, pred=visit > 0)
-                    else:
-                        tma.store_wait(1)
-                    out = ds_buf.index(2 * W + step % 2)
-                    out.store(dsb)
-                    fence_async_shared()
-                    tma.async_copy_shared_to_global(ds_desc, [ds_row + i * key_blocks * BLOCK, 0], out)
-                    dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv_flying, dk_flying, P, dS))
-                    mbarrier.arrive(q_empty.index(s), count=1)
-                    mbarrier.arrive(do_empty.index(s), count=1)
+                    dP = warpgroup_mma_wait(0, deps=(dP,))
+                    ds = _score_gradient(slope, dP, rows_buf.index(2 * s + 1), mine, ACT, SL)
+                    dS = gl.convert_layout(ds.to(dtype), PL)
+                    for i in range(1, n):
+                        # dV and dK of the step before run under the weights of this one.
+                        s0 = step % QS
+                        d0 = step % DS
+                        step += 1
+                        s = step % QS
+                        d = step % DS
+                        mbarrier.wait(q_full.index(s), (step // QS) & 1)
+                        S = product(k, q_buf.index(s), SL)
+                        dv_flying = warpgroup_mma(P, do_buf.index(d0), dv, is_async=True)
+                        dk_flying = warpgroup_mma(dS, q_buf.index(s0), dk, is_async=True)
+                        _send(dS, ds_buf.index(W), ds_desc, ds_row, SL)
+                        ds_row += key_blocks * BLOCK
+                        S = warpgroup_mma_wait(2, deps=(S,))
+                        p, slope = _weights(S, scale, rows_buf.index(2 * s), q_len - i * BLOCK, ACT, SL)
+                        dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv_flying, dk_flying, P, dS))
+                        mbarrier.arrive(q_empty.index(s0), count=1)
+                        mbarrier.arrive(do_empty.index(d0), count=1)
+                        mbarrier.wait(do_full.index(d), (step // DS) & 1)
+                        dP = product(v, do_buf.index(d), SL)
+                        P = gl.convert_layout(p.to(dtype), PL)
+                        dP = warpgroup_mma_wait(0, deps=(dP,))
+                        ds = _score_gradient(slope, dP, rows_buf.index(2 * s + 1), mine, ACT, SL)
+                        dS = gl.convert_layout(ds.to(dtype), PL)
+                    s0 = step % QS
+                    d0 = step % DS
                     step += 1
-                if n == 0:
+                    dv_flying = warpgroup_mma(P, do_buf.index(d0), dv, is_async=True)
+                    dk_flying = warpgroup_mma(dS, q_buf.index(s0), dk, is_async=True)
+                    _send(dS, ds_buf.index(W), ds_desc, ds_row, SL)
+                    dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv_flying, dk_flying, P, dS))
+                    mbarrier.arrive(q_empty.index(s0), count=1)
+                    mbarrier.arrive(do_empty.index(d0), count=1)
+                else:
                     tma.store_wait(0)
                     mbarrier.arrive(kv_empty.index(1 - slot), count=1, pred=visit > 0)
                 k_row = k_start + W * BLOCK
@@ -208,11 +250,11 @@ def _consumer(
                 mbarrier.arrive(kv_empty.index(1 - slot), count=1, pred=visit > 0)
                 for _ in range(n):
                     s = step % QS
-                    phase = (step // QS) & 1
-                    mbarrier.wait(q_full.index(s), phase)
+                    d = step % DS
+                    mbarrier.wait(q_full.index(s), (step // QS) & 1)
                     mbarrier.arrive(q_empty.index(s), count=1)
-                    mbarrier.wait(do_full.index(s), phase)
-                    mbarrier.arrive(do_empty.index(s), count=1)
+                    mbarrier.wait(do_full.index(d), (step // DS) & 1)
+                    mbarrier.arrive(do_empty.index(d), count=1)
                     step += 1
             visit += 1
     tma.store_wait(0)
@@ -222,31 +264,32 @@ def _consumer(
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride,
     tiles_ptr, count_ptr, first, last, query_blocks, window_blocks, key_blocks, scale, v_scale, k_scale,
-    D: gl.constexpr, QS: gl.constexpr, ACT: gl.constexpr,
+    D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """dV = v_scale P^T dO, dK = k_scale dS^T Q, and dS. For softmax `scale` holds log2(e) as a factor.
 
     rows: LSE in base 2 and delta of every query block of every head, [H, query_blocks, 2, 64] float32. `first`, `last`:
     the window of query block numbers; the workspace holds `window_blocks` of them for every head, `key_blocks` blocks
-    of dS each.
+    of dS each. QS, DS: stages of Q and of dO.
     """
     dtype: gl.constexpr = dk_ptr.dtype.element_ty
     q_buf = gl.allocate_shared_memory(dtype, [QS, BLOCK, D], q_desc.layout)
-    do_buf = gl.allocate_shared_memory(dtype, [QS, BLOCK, D], q_desc.layout)
+    do_buf = gl.allocate_shared_memory(dtype, [DS, BLOCK, D], q_desc.layout)
     k_buf = gl.allocate_shared_memory(dtype, [4, BLOCK, D], k_desc.layout)
     v_buf = gl.allocate_shared_memory(dtype, [4, BLOCK, D], k_desc.layout)
-    ds_buf = gl.allocate_shared_memory(dtype, [4, BLOCK, BLOCK], ds_desc.layout)
+    ds_buf = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK], ds_desc.layout)
     rows_buf = gl.allocate_shared_memory(gl.float32, [2 * QS, BLOCK], rows_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
-    do_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [DS, 1], BARRIER)
+    do_empty = gl.allocate_shared_memory(gl.int64, [DS, 1], BARRIER)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(QS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(DS):
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=2)
     for i in gl.static_range(2):
@@ -260,10 +303,10 @@ def backward_kernel(
     inputs = (q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, window, query_blocks)
     gl.warp_specialize(
         [
-            (_consumer, (0, outputs, problem, buffers, ds_buf, barriers, D, QS, ACT)),
-            (_consumer, (1, outputs, problem, buffers, ds_buf, barriers, D, QS, ACT)),
-            (_producer, (inputs, buffers, barriers, D, QS, ACT)),
+            (_consumer, (0, outputs, problem, buffers, ds_buf, barriers, D, QS, DS, ACT)),
+            (_consumer, (1, outputs, problem, buffers, ds_buf, barriers, D, QS, DS, ACT)),
+            (_producer, (inputs, buffers, barriers, D, QS, DS, ACT)),
         ],
         [4, 1],
-        [232, 40],
+        [240, 24],
     )

@@ -4,6 +4,8 @@ for the device.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +25,19 @@ from gem_kernels.schedule import TileShape
 
 BLOCK = 64  # queries and keys of a block of dS
 CONSUMERS = 4  # of `query_gradient_kernel`
+LONGEST = 1 << 29  # bytes of dS of one head of a sequence: 16384 queries and keys
 WHOLE = 1 << 16  # row groups of a tile that is a whole (sequence, head)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
     """own: "keys" or "queries" for one kernel that does everything, where all sequences have at most 64 of them; else
-    None: dK, dV and dS first, then dQ from dS, of which at most about `workspace` bytes are kept at a time.
+    None: dK, dV and dS first, then dQ from dS, of which at most `workspace` bytes are kept at a time (None: a tenth of
+    the GPU's memory), or twice what the longest sequence needs if that is more.
     """
 
     own: str | None = None
-    workspace: int = 4 << 30
+    workspace: int | None = None
 
     def fits(self, max_q: int, max_k: int) -> bool:
         """Whether this configuration can do sequences of these lengths."""
@@ -42,7 +46,7 @@ class BackwardConfig:
     def constants(self, dim: int, act: str) -> dict[str, Any]:
         """The compile-time arguments of `backward_kernel` or `short_backward_kernel`."""
         if self.own is None:
-            return {"D": dim, "QS": 2, "ACT": act}
+            return {"D": dim, "QS": 3, "DS": 2, "ACT": act}
         return {"D": dim, "MS": 2, "OWN": self.own, "ACT": act}
 
 
@@ -54,11 +58,31 @@ BACKWARD = {
 QUERY_GRADIENT = {"NC": CONSUMERS, "KS": 3}
 
 
+@functools.cache
+def memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def choose_backward(max_q: int, max_k: int) -> BackwardConfig | None:
-    """The configuration for sequences of at most these lengths; None: the portable Triton kernels
-    (docs/notes/hopper-attention.md).
+    """The configuration for sequences of at most these lengths (docs/notes/hopper-attention.md); None, announced once:
+    the portable Triton kernels, where dS of one head of a sequence would take more than `LONGEST` bytes.
     """
-    return None
+    if max_k <= BLOCK:
+        return BACKWARD["short-keys"]
+    if max_q <= BLOCK:
+        return BACKWARD["short-queries"]
+    if 2 * max_q * max_k > LONGEST:
+        _announce_long_sequences()
+        return None
+    return BACKWARD["stream"]
+
+
+@functools.cache
+def _announce_long_sequences() -> None:
+    warnings.warn(
+        "the Hopper backward's workspace is too large for sequences this long: the portable one runs", stacklevel=2
+    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +108,7 @@ class Workspace:
     @property
     def window_blocks(self) -> int:
         """Query blocks of one head that a launch may write."""
-        return self.step + self.longest
+        return min(self.step + self.longest, self.query_blocks)
 
     @property
     def windows(self) -> list[tuple[int, int]]:
@@ -114,7 +138,8 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, dout = flat(q), flat(k), flat(v), flat(dout)
     batch, total = q_offsets.shape[0] - 1, q.shape[0]
-    work = Workspace.plan(total, batch, heads, max_q, max_k, config.workspace)
+    limit = memory(q.device) // 10 if config.workspace is None else config.workspace
+    work = Workspace.plan(total, batch, heads, max_q, max_k, limit)
     if act == "softmax":
         assert lse is not None
         rows = _statistics(dout, dlse, None if config.own == "keys" else out, lse, q_offsets, max_q, work.query_blocks)

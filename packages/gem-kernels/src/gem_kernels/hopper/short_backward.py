@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem_kernels.hopper.activations import activate_with_grad
-from gem_kernels.hopper.backward import BLOCK, product, put, tile_record
+from gem_kernels.hopper.backward import BLOCK, product, tile_record
 from gem_kernels.hopper.forward import tile_count
 
 
@@ -38,7 +38,7 @@ def _load_rows(rows_desc, block, barrier, rows_buf, at):
 def _producer(inputs, buffers, barriers, D: gl.constexpr, MS: gl.constexpr, OWN: gl.constexpr, ACT: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, query_blocks = inputs
     own_buf, first_buf, second_buf, rows_buf = buffers
-    own_full, own_empty, full, empty = barriers
+    own_full, own_empty, first_full, first_empty, second_full, second_empty = barriers
     statistics: gl.constexpr = 2 * rows_desc.block_type.nbytes if ACT == "softmax" else 0
     pair: gl.constexpr = 2 * q_desc.block_type.nbytes
     step = 0
@@ -61,19 +61,44 @@ def _producer(inputs, buffers, barriers, D: gl.constexpr, MS: gl.constexpr, OWN:
                 _load_rows(rows_desc, block, own_full, rows_buf, 0)
         for i in range(gl.cdiv(q_len if OWN == "keys" else k_len, BLOCK)):
             s = step % MS
-            mbarrier.wait(empty.index(s), ((step // MS) & 1) ^ 1)
-            at = full.index(s)
+            phase = (step // MS) & 1
+            mbarrier.wait(first_empty.index(s), phase ^ 1)
+            at = first_full.index(s)
             if OWN == "keys":
-                mbarrier.expect(at, pair + statistics)
+                mbarrier.expect(at, pair // 2 + statistics)
                 tma.async_copy_global_to_shared(q_desc, [q_start + i * BLOCK, column], at, first_buf.index(s))
-                tma.async_copy_global_to_shared(do_desc, [q_start + i * BLOCK, column], at, second_buf.index(s))
                 if ACT == "softmax":
                     _load_rows(rows_desc, block + i, at, rows_buf, 2 * s)
             else:
-                mbarrier.expect(at, pair)
+                mbarrier.expect(at, pair // 2)
                 tma.async_copy_global_to_shared(k_desc, [k_start + i * BLOCK, column], at, first_buf.index(s))
+            mbarrier.wait(second_empty.index(s), phase ^ 1)
+            at = second_full.index(s)
+            mbarrier.expect(at, pair // 2)
+            if OWN == "keys":
+                tma.async_copy_global_to_shared(do_desc, [q_start + i * BLOCK, column], at, second_buf.index(s))
+            else:
                 tma.async_copy_global_to_shared(v_desc, [k_start + i * BLOCK, column], at, second_buf.index(s))
             step += 1
+
+
+@gluon.jit
+def _put(acc, desc, ptr, stride, stage, row, column, rows, D: gl.constexpr):
+    """A whole block goes from `stage` by TMA, a sequence's last block by masked stores: its other rows are the next
+    sequence's.
+    """
+    stage.store(acc.to(ptr.dtype.element_ty))
+    if rows >= BLOCK:
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [row, column], stage)
+    else:
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])  # 16 bytes a thread
+        r = gl.arange(0, BLOCK, gl.SliceLayout(1, ROWS))
+        c = gl.arange(0, D, gl.SliceLayout(0, ROWS))
+        # The stride is read here: addresses computed from it ahead of every loop would cost registers all along.
+        step = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(stride)], gl.int32, False, 1)
+        base = ptr + row.to(gl.int64) * stride + column
+        gl.store(base + (r * step)[:, None] + c[None, :], stage.load(ROWS), mask=(r < rows)[:, None])
 
 
 @gluon.jit
@@ -90,7 +115,7 @@ def _consumer(
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, stride = outputs
     tiles_ptr, count_ptr, scale, q_scale, v_scale, k_scale = problem
     own_buf, first_buf, second_buf, rows_buf = buffers
-    own_full, own_empty, full, empty = barriers
+    own_full, own_empty, first_full, first_empty, second_full, second_empty = barriers
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
@@ -111,70 +136,76 @@ def _consumer(
             dq = gl.zeros([BLOCK, D], gl.float32, AL)
         for i in range(gl.cdiv(q_len if KEYS else k_len, BLOCK)):
             s = step % MS
-            mbarrier.wait(full.index(s), (step // MS) & 1)
+            phase = (step // MS) & 1
             if KEYS:
                 k, v, q, do = own_buf.index(0), own_buf.index(1), first_buf.index(s), second_buf.index(s)
                 k_left, q_left, rows = k_len, q_len - i * BLOCK, 2 * s
             else:
                 k, v, q, do = first_buf.index(s), second_buf.index(s), own_buf.index(0), own_buf.index(1)
                 k_left, q_left, rows = k_len - i * BLOCK, q_len, 0
+            mbarrier.wait(first_full.index(s), phase)
             S = product(k, q, SL)
-            dP = product(v, do, SL)
-            # What the step before left in its buffers has gone out: they may be loaded anew.
+            # What the step before left in its buffer of Q or K has gone out: it may be loaded anew.
             tma.store_wait(0)
-            mbarrier.arrive(empty.index((step + MS - 1) % MS), count=1, pred=step > 0)
+            mbarrier.arrive(first_empty.index((step + MS - 1) % MS), count=1, pred=step > 0)
             # With statistics, queries past the end have weight 0 already, unless there are none at all.
             inside = (ki < k_left)[:, None] & (q_left > 0)
             if ACT != "softmax":
                 inside = inside & (qi < q_left)[None, :]
-            S = warpgroup_mma_wait(1, deps=(S,))
+            S = warpgroup_mma_wait(0, deps=(S,))
             if ACT == "softmax":
                 p = gl.exp2(S * scale - rows_buf.index(rows).load(gl.SliceLayout(0, SL))[None, :])
+                p = gl.where(inside, p, 0.0)
+                slope = p
             else:
                 p, slope = activate_with_grad(S * scale, ACT)
-            p = gl.where(inside, p, 0.0)
+                p = gl.where(inside, p, 0.0)
+                slope = gl.where(inside, slope, 0.0)
             P = gl.convert_layout(p.to(dtype), PL)
+            mbarrier.wait(second_full.index(s), phase)
+            # Products are waited for one by one where registers are short: the other program fills the gaps.
             if KEYS:
                 dv_flying = warpgroup_mma(P, do, dv, is_async=True)
+                dv, _p, slope = warpgroup_mma_wait(0, deps=(dv_flying, P, slope))
             else:
                 dv_flying = _fresh(P, do, D, AL)
+            dP = product(v, do, SL)
+            dP = warpgroup_mma_wait(0, deps=(dP,))
             if ACT == "softmax":
                 delta = rows_buf.index(rows + 1).load(gl.SliceLayout(0, SL))
                 if KEYS:
-                    dP, dv, _p = warpgroup_mma_wait(0, deps=(dP, dv_flying, P))
-                    delta += gl.sum(p * dP, 0)
-                else:
-                    dP = warpgroup_mma_wait(1, deps=(dP,))
-                ds = gl.where(inside, p * (dP - delta[None, :]), 0.0)
+                    delta += gl.sum(slope * dP, 0)
+                ds = slope * (dP - delta[None, :])
+                if not KEYS:
+                    ds = gl.where(inside, ds, 0.0)  # statistics of no query are not numbers
             else:
-                dP = warpgroup_mma_wait(1, deps=(dP,))
-                ds = gl.where(inside, slope * dP, 0.0)
+                ds = slope * dP
             dsb = ds.to(dtype)
             ds_buf.store(dsb)
             fence_async_shared()
             dS = gl.convert_layout(dsb, PL)
             if KEYS:
                 dk_flying = warpgroup_mma(dS, q, dk, is_async=True)
-                if ACT == "softmax":
-                    dk, _s = warpgroup_mma_wait(0, deps=(dk_flying, dS))
-                else:
-                    dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv_flying, dk_flying, P, dS))
+                dk, _s = warpgroup_mma_wait(0, deps=(dk_flying, dS))
                 dq_flying = _fresh(ds_buf.permute((1, 0)), k, D, AL)
                 dq_step = warpgroup_mma_wait(0, deps=(dq_flying,))
-                put(dq_step * q_scale, dq_desc, dq_ptr, stride, q, q_start + i * BLOCK, column, q_left, D, AL)
+                mbarrier.arrive(second_empty.index(s), count=1)
+                _put(dq_step * q_scale, dq_desc, dq_ptr, stride, q, q_start + i * BLOCK, column, q_left, D)
             else:
                 dq = warpgroup_mma(ds_buf.permute((1, 0)), k, dq, is_async=True)
                 dv_step, _p = warpgroup_mma_wait(1, deps=(dv_flying, P))
-                put(dv_step * v_scale, dv_desc, dv_ptr, stride, v, k_start + i * BLOCK, column, k_left, D, AL)
+                _put(dv_step * v_scale, dv_desc, dv_ptr, stride, v, k_start + i * BLOCK, column, k_left, D)
                 dk_flying = _fresh(dS, q, D, AL)
                 dk_step, dq, _s = warpgroup_mma_wait(0, deps=(dk_flying, dq, dS))
-                put(dk_step * k_scale, dk_desc, dk_ptr, stride, k, k_start + i * BLOCK, column, k_left, D, AL)
+                _put(dk_step * k_scale, dk_desc, dk_ptr, stride, k, k_start + i * BLOCK, column, k_left, D)
+                tma.store_wait(1)  # dV has gone out
+                mbarrier.arrive(second_empty.index(s), count=1)
             step += 1
         if KEYS:
-            put(dv * v_scale, dv_desc, dv_ptr, stride, own_buf.index(1), k_start, column, k_len, D, AL)
-            put(dk * k_scale, dk_desc, dk_ptr, stride, own_buf.index(0), k_start, column, k_len, D, AL)
+            _put(dv * v_scale, dv_desc, dv_ptr, stride, own_buf.index(1), k_start, column, k_len, D)
+            _put(dk * k_scale, dk_desc, dk_ptr, stride, own_buf.index(0), k_start, column, k_len, D)
         elif q_len > 0:
-            put(dq * q_scale, dq_desc, dq_ptr, stride, own_buf.index(0), q_start, column, q_len, D, AL)
+            _put(dq * q_scale, dq_desc, dq_ptr, stride, own_buf.index(0), q_start, column, q_len, D)
         tma.store_wait(0)
         mbarrier.arrive(own_empty, count=1)
 
@@ -199,15 +230,19 @@ def short_backward_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     own_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     own_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [MS, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [MS, 1], BARRIER)
+    first_full = gl.allocate_shared_memory(gl.int64, [MS, 1], BARRIER)
+    first_empty = gl.allocate_shared_memory(gl.int64, [MS, 1], BARRIER)
+    second_full = gl.allocate_shared_memory(gl.int64, [MS, 1], BARRIER)
+    second_empty = gl.allocate_shared_memory(gl.int64, [MS, 1], BARRIER)
     mbarrier.init(own_full, count=1)
     mbarrier.init(own_empty, count=1)
     for i in gl.static_range(MS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(first_full.index(i), count=1)
+        mbarrier.init(first_empty.index(i), count=1)
+        mbarrier.init(second_full.index(i), count=1)
+        mbarrier.init(second_empty.index(i), count=1)
     buffers = (own_buf, first_buf, second_buf, rows_buf)
-    barriers = (own_full, own_empty, full, empty)
+    barriers = (own_full, own_empty, first_full, first_empty, second_full, second_empty)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, stride)
     problem = (tiles_ptr, count_ptr, scale, q_scale, v_scale, k_scale)
     inputs = (q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, query_blocks)
