@@ -10,6 +10,13 @@ from gem_kernels.testing import relative_error
 LENGTHS = [70, 1, 130, 40]
 
 
+@pytest.fixture(autouse=True)
+def one_head(monkeypatch, device):
+    """The interpreter takes its time."""
+    if device.type == "cpu":
+        monkeypatch.setattr(block, "HEADS", 1)
+
+
 def variants(p, names=("triton", "our window 64", "our full attention")):
     runs = {name: (run, inputs) for name, (run, inputs) in block.ours(p).items() if name in names}
     return {**runs, **{name: (run, p.inputs) for name, run in block.others(p, names).items()}}
@@ -57,10 +64,26 @@ def test_rows_of_a_case(monkeypatch, device):
     }
     rows = block.measure("window-64-4096", device, only="", peer_names=("none",), gate_only=False, **shared)
     assert [(row["variant"], row["pass"]) for row in rows] == [("triton", "forward"), ("triton", "backward")]
-    cost = flops.attention(LENGTHS, heads=4, head_dim=128, window=(64, 0))
+    cost = flops.attention(LENGTHS, heads=block.HEADS, head_dim=128, window=(64, 0))
     assert rows[0]["tflops"] == round(cost.forward_flops / 0.5 / 1e9, 1)
     assert rows[1]["gbps"] == round(cost.backward_bytes / 0.5 / 1e6, 1)
     assert block.measure("block-d64-rope", device, only="", peer_names=(), gate_only=True, **shared) == []
+
+
+def test_a_trial_that_is_wrong_is_not_timed(monkeypatch, device, capsys):
+    make = block.problem
+    monkeypatch.setattr(block, "problem", lambda name, where: make(name, where, LENGTHS))
+    run = block.ours(make("window-64-4096", device, LENGTHS))["triton"][0]
+    shared = {"passes": ("forward",), "only": "", "skip": (), "peer_names": (), "rounds": 1, "rep": 1, "ceilings": {}}
+    for name, ends in (("narrow", False), ("triton", True)):
+        found = {name: (lambda q, k, v: run(q, k, v) * 1.02, make("window-64-4096", device, LENGTHS).inputs)}
+        monkeypatch.setattr(block, "ours", lambda p, found=found: {n: (r, p.inputs) for n, (r, _) in found.items()})
+        if ends:
+            with pytest.raises(RuntimeError, match="triton forward is wrong"):
+                block.measure("window-64-4096", device, gate_only=True, **shared)
+        else:
+            assert block.measure("window-64-4096", device, gate_only=True, **shared) == []
+            assert "narrow forward is wrong" in capsys.readouterr().out
 
 
 def test_a_case_of_another_suite_is_refused(capsys):
