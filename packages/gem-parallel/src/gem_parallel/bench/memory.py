@@ -49,18 +49,21 @@ def variants(budgets: list[float], engine: str, min_kib: float) -> dict[str, Mem
     if engine == "eager":
         found["none"] = None
         found["full"] = MemoryConfig(policy="full", **more)
-        found["fp8 alone"] = MemoryConfig(quantise="fp8", **more)
-        found["full + fp8"] = MemoryConfig(policy="full", quantise="fp8", **more)
-        found["offload"] = MemoryConfig(offload_min_mib=16, **more)
     else:
         found["compile: none"] = MemoryConfig(**more)
     prefix = "" if engine == "eager" else "compile: "
     for budget in budgets:
         found[f"{prefix}uniform {budget:g}"] = MemoryConfig(policy="uniform", budget=budget, **more)
         found[f"{prefix}regions {budget:g}"] = MemoryConfig(policy="regions", budget=budget, **more)
+    if engine == "eager":
+        found["fp8 alone"] = MemoryConfig(quantise="fp8", **more)
+    for budget in budgets:
         found[f"{prefix}regions {budget:g} + fp8"] = MemoryConfig(
             policy="regions", budget=budget, quantise="fp8", **more
         )
+    if engine == "eager":
+        found["full + fp8"] = MemoryConfig(policy="full", quantise="fp8", **more)
+        found["offload"] = MemoryConfig(offload_min_mib=16, **more)
     return found
 
 
