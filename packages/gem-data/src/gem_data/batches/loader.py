@@ -103,6 +103,20 @@ class LoaderConfig:
             )
 
 
+def costs_of(collate: Collator, config: LoaderConfig, rows: NDArray[np.int64]) -> NDArray[Any]:
+    """What each sample costs: the events of its histories, or what `config.cost` makes of their number."""
+    lengths = collate.costs(rows)
+    return config.cost(lengths) if config.cost else lengths
+
+
+def balanced(
+    collate: Collator, config: LoaderConfig, rows: NDArray[np.int64], rank: int, world: int
+) -> NDArray[np.int64]:
+    """The rows of a global batch that `rank` takes by `config.balance`: the same for all who ask, without a message."""
+    costs = costs_of(collate, config, rows)
+    return rows[assign(costs, world, method=config.balance, sub_batch=config.sub_batch)[rank]]
+
+
 class Loader:
     """Batches of `rows` of `log` for rank `rank` of `world`.
 
@@ -195,24 +209,15 @@ class Loader:
         """This rank's share of a global batch: rows [local_batch_size] and which of them are padding."""
         rows = self.global_rows(epoch, step)
         if self.config.budget is not None:
-            chosen = deal(self._costs(rows), self.world)[self.rank]
+            chosen = deal(costs_of(self._collate, self.config, rows), self.world)[self.rank]
             if len(chosen) == 0:  # fewer samples than ranks; this one still takes part in the step
                 return rows[:1], np.ones(1, bool)
             return rows[chosen], np.zeros(len(chosen), bool)
         if self.config.balance != "none":
-            chosen = assign(
-                self._costs(rows),
-                self.world,
-                method=self.config.balance,
-                sub_batch=self.config.sub_batch,
-            )[self.rank]
-            return rows[chosen], np.zeros(len(chosen), bool)
+            share = balanced(self._collate, self.config, rows, self.rank, self.world)
+            return share, np.zeros(len(share), bool)
         at = np.arange(self.rank * self.local_batch_size, (self.rank + 1) * self.local_batch_size)
         return rows[np.minimum(at, len(rows) - 1)], at >= len(rows)
-
-    def _costs(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        lengths = self._collate.costs(rows)
-        return self.config.cost(lengths) if self.config.cost else lengths
 
     def batch(self, epoch: int, step: int) -> JaggedBatch:
         """This rank's batch at a position, wherever the loader stands."""
@@ -268,7 +273,8 @@ class Loader:
             found, waiting, n = [np.zeros(1, np.int64)], np.zeros(0), len(self._rows)
             for start in range(0, n, PIECE):
                 stop = min(start + PIECE, n)
-                costs = np.concatenate([waiting, self._costs(self._ordered(epoch, start, stop))])
+                rows = self._ordered(epoch, start, stop)
+                costs = np.concatenate([waiting, costs_of(self._collate, self.config, rows)])
                 ends = budget_batches(costs, budget, most=most)[1:]
                 closed = ends if stop == n else ends[:-1]  # the last may have room for what comes next
                 found.append(closed + (stop - len(costs)))

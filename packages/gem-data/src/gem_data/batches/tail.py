@@ -16,19 +16,20 @@ from numpy.typing import NDArray
 
 from gem_data.batches.batch import JaggedBatch
 from gem_data.batches.collate import Collator
-from gem_data.batches.loader import LoaderConfig
+from gem_data.batches.loader import LoaderConfig, balanced
 from gem_data.log.event_log import EventLog
 
 
 class TailLoader:
-    """Global batches of `config.batch_size` events of the log in `folder`, this rank's contiguous share of each.
+    """Global batches of `config.batch_size` events of the log in `folder`, this rank's share of each, by
+    `config.balance` or else a contiguous one.
 
     At the end of what there is, it opens the log again every `poll_s` seconds until a whole global batch is there, so
     that ranks which see the log grow at different moments still make the same batches. It ends when `stop()` says so or
     after `idle_s` seconds without a new event; what does not fill a global batch is left for the next time.
 
-    `config.shuffle`, `balance`, `workers` and `permute` do not apply. Raises ValueError for a batch size that the ranks
-    can't share equally.
+    `config.shuffle`, `workers` and `permute` do not apply. Raises ValueError for a batch size that the ranks can't
+    share equally, and for a budget.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class TailLoader:
     ) -> None:
         if not 0 <= rank < world or config.batch_size % world:
             raise ValueError(f"batch_size {config.batch_size} for rank {rank} of {world} ranks is no equal share")
+        if config.budget is not None:
+            raise ValueError(f"a tail has batches of equal numbers, not of a budget ({config.budget!r})")
         self.folder, self.config, self.rank, self.world = Path(folder), config, rank, world
         self.poll_s, self.idle_s, self.stop = poll_s, idle_s, stop
         self.position = 0
@@ -70,7 +73,11 @@ class TailLoader:
             if not self._wait(self.position + size):
                 return
             rows = self._rows(self.position, self.position + size)
-            batch = self._collate(rows[self.rank * share : (self.rank + 1) * share])
+            if self.config.balance == "none":
+                mine = rows[self.rank * share : (self.rank + 1) * share]
+            else:
+                mine = balanced(self._collate, self.config, rows, self.rank, self.world)
+            batch = self._collate(mine)
             self.position += size
             yield batch.pin_memory() if self.config.pin_memory else batch
 
