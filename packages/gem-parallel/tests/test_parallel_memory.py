@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import warnings
@@ -264,6 +265,8 @@ def test_a_plan_is_kept_with_the_run(tmp_path):
     assert again.plan == regions.plan
     assert not again.measuring
     assert again.plan.kept <= 0.6 * sum(row.whole for row in again.plan.regions)
+    with pytest.raises(ValueError, match=r"was made for 'eager, regions, 0.6 of the bytes', and .* 0.7 of the bytes"):
+        Regions(stack(), ["0", "1", "2"], dataclasses.replace(config, budget=0.7))
     with pytest.raises(ValueError, match=r"is for the regions \['0', '1', '2'\]"):
         Regions(stack(), ["0", "1"], config)
 
@@ -271,7 +274,14 @@ def test_a_plan_is_kept_with_the_run(tmp_path):
 def test_regions_that_cannot_be():
     with pytest.raises(ValueError, match="matches none of the model's units"):
         Regions(stack(), ["0"], MemoryConfig(policy="full", regions=("tower*",)))
-    for wrong in ({"policy": "some"}, {"budget": 1.5}, {"budget_gib": -1.0}, {"quantise": "int4"}, {"engine": "jit"}):
+    for wrong in (
+        {"policy": "some"},
+        {"budget": 1.5},
+        {"budget_gib": -1.0},
+        {"quantise": "int4"},
+        {"engine": "jit"},
+        {"quantise": "compiler"},
+    ):
         with pytest.raises(ValueError, match=f"MemoryConfig.{next(iter(wrong))}"):
             MemoryConfig(**wrong)
 
@@ -512,6 +522,22 @@ def test_activations_of_a_compiled_region_are_quantised():
     expected = train_step(stack(1, dropout=0.0), 0)
     for a, b in zip(expected[3:], [p.grad / 2 for p in block.parameters()], strict=True):
         assert (a - b).norm() <= 0.05 * a.norm() + 1e-6
+
+
+def test_the_compilers_pass_quantises_what_a_region_keeps():
+    plain, block = stack(1, dropout=0.0), stack(1, dropout=0.0)
+    kept = {}
+    for kib in (None, 1.0):
+        function = compile_region(block.forward, 1.0, "aot_eager_decomp_partition", quantise_kib=kib)
+        kept[kib] = count_saved(function, (sample(),), {}, block)
+    assert kept[1.0] < 0.7 * kept[None]
+    expected = train_step(plain, 0)
+    x = sample(0)
+    y = function(x)
+    y.square().mean().backward()
+    assert (y.detach() - expected[0]).abs().max() < 1e-5
+    errors = [(a - p.grad).norm() / a.norm() for a, p in zip(expected[3:], block.parameters(), strict=True)]
+    assert 1e-4 < max(e for e, a in zip(errors, expected[3:], strict=True) if a.norm() > 1e-6) < 0.05
 
 
 # --- with everything else

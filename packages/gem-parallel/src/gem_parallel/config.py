@@ -11,6 +11,7 @@ PRECISIONS = ("fp32", "bf16")
 COLLECTIVES = ("default", "auto", "copy_engine")
 MEMORY_POLICIES = ("keep", "full", "uniform", "regions")
 MEMORY_ENGINES = ("eager", "compile")
+MEMORY_QUANTISERS = ("none", "fp8", "compiler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,9 @@ class MemoryConfig:
         engine: "eager" keeps single operators' results; "compile" compiles each region, and torch's partitioner keeps
             to its budget.
         regions: patterns of the units that are regions.
-        quantise: "none", or "fp8": large floating-point tensors are stored as FP8 (or by the quantiser handed to
-            `parallelize`) and dequantised for the operator that needs them. Gradients become approximate.
+        quantise: "none"; "fp8": large floating-point tensors are stored as FP8 (or by the quantiser handed to
+            `parallelize`) and dequantised for the operator that needs them; or, for compiled regions, "compiler": the
+            same by torch's own pass, fused with what is around it, which knows no names. Gradients become approximate.
         quantise_block: elements per scale; 0: one scale per row.
         quantise_min_kib: smaller tensors are left alone.
         exclude: patterns of module names or classes, case ignored, inside which nothing is quantised or moved.
@@ -80,14 +82,26 @@ class MemoryConfig:
     plan_file: str = ""
 
     def __post_init__(self) -> None:
-        for key, allowed in (("policy", MEMORY_POLICIES), ("engine", MEMORY_ENGINES), ("quantise", ("none", "fp8"))):
+        for key, allowed in (
+            ("policy", MEMORY_POLICIES),
+            ("engine", MEMORY_ENGINES),
+            ("quantise", MEMORY_QUANTISERS),
+        ):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"MemoryConfig.{key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
+        if self.quantise == "compiler" and self.engine != "compile":
+            raise ValueError('MemoryConfig.quantise = "compiler" needs engine = "compile"; "fp8" works with both')
         if not 0 <= self.budget <= 1:
             raise ValueError(f"MemoryConfig.budget must be in [0, 1], got {self.budget!r}")
         for key in ("budget_gib", "quantise_block", "quantise_min_kib", "offload_min_mib"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"MemoryConfig.{key} must be >= 0, got {getattr(self, key)!r}")
+
+    @property
+    def asked(self) -> str:
+        """What a plan was made for: it does not fit another budget."""
+        budget = f"{self.budget_gib:g} GiB" if self.budget_gib else f"{self.budget:g} of the bytes"
+        return f"{self.engine}, {self.policy}, {budget}"
 
     @property
     def works(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -31,8 +32,12 @@ def has_region_api() -> bool:
     return hasattr(torch.autograd.graph, "region_activation_memory_budget")
 
 
-def compile_region(function: Function, budget: float, backend: str = "inductor") -> Function:
+def compile_region(
+    function: Function, budget: float, backend: str = "inductor", quantise_kib: float | None = None
+) -> Function:
     """`function`, compiled so that its backward keeps about `budget` of what it would keep by default.
+
+    With `quantise_kib`, torch's pass stores what is kept of at least that size, but inputs and weights, as scaled E4M3.
 
     Raises:
         ValueError: a budget outside [0, 1].
@@ -54,10 +59,27 @@ def compile_region(function: Function, budget: float, backend: str = "inductor")
     compiled = torch.compile(region, backend=backend)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with functorch_config.patch(activation_memory_budget=budget):
+        with functorch_config.patch(activation_memory_budget=budget), _quantised(quantise_kib):
             return compiled(*args, **kwargs)
 
     return call
+
+
+def _quantised(kib: float | None) -> Any:
+    """torch's activation quantisation while a region is compiled."""
+    if kib is None:
+        return nullcontext()
+    import torch._inductor.config as inductor_config
+
+    options = {
+        "quant_type": "torch.float8_e4m3fn",
+        "size_in_mb": kib / 1024,
+        "use_scaling": True,
+        "exclude_primals": True,
+        "allowed_dtypes": "torch.float32;torch.bfloat16;torch.float16",
+    }
+    more = {**inductor_config.post_grad_fusion_options, "activation_quantization_aten_pass": options}
+    return inductor_config.patch(post_grad_fusion_options=more)
 
 
 def measure(
@@ -69,13 +91,14 @@ def measure(
     budgets: Sequence[float] = BUDGETS,
     repeats: int = 3,
     backend: str = "inductor",
+    quantise_kib: float | None = None,
 ) -> tuple[Curve, dict[float, Function]]:
     """A compiled region's curve from runs on its real inputs, and the compiled functions by budget.
 
     A budget that keeps as much as a faster one is no point of the curve. Parameters' gradients are left alone.
     """
     inputs = tensor_bytes((args, kwargs))
-    compiled = {budget: compile_region(function, budget, backend) for budget in budgets}
+    compiled = {budget: compile_region(function, budget, backend, quantise_kib) for budget in budgets}
     times: dict[float, float] = {}
     kept: dict[float, int] = {}
     forward_s = 0.0

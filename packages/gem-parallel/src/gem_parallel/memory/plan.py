@@ -39,12 +39,14 @@ class MemoryPlan:
         policy: "full", "uniform" or "regions".
         budget: bytes that all regions together may keep.
         regions: in the order of the forward pass.
+        asked: what was asked for, in words.
     """
 
     engine: str
     policy: str
     budget: int
     regions: tuple[RegionPlan, ...]
+    asked: str = ""
 
     @property
     def kept(self) -> int:
@@ -109,7 +111,7 @@ def _what(point: Point, engine: str) -> str:
 
 
 def make_plan(
-    curves: Sequence[Curve], *, policy: str, engine: str, share: float = 1.0, limit: int | None = None
+    curves: Sequence[Curve], *, policy: str, engine: str, share: float = 1.0, limit: int | None = None, asked: str = ""
 ) -> MemoryPlan:
     """Choose a point of every curve.
 
@@ -120,6 +122,7 @@ def make_plan(
         engine: which engine the points are for.
         share: of the bytes that all regions keep without recomputation.
         limit: bytes for all of them, instead of a share.
+        asked: goes into the plan.
 
     Below what the regions keep at least, the plan is the one that keeps least; its `budget` says what was asked for.
     """
@@ -137,4 +140,4 @@ def make_plan(
         RegionPlan(region=c.region, point=c.points[i], whole=c.whole, forward_s=c.forward_s)
         for c, i in zip(curves, chosen, strict=True)
     ]
-    return MemoryPlan(engine=engine, policy=policy, budget=budget, regions=tuple(rows))
+    return MemoryPlan(engine=engine, policy=policy, budget=budget, regions=tuple(rows), asked=asked)

@@ -61,13 +61,14 @@ class Regions:
                 "regions there is nothing to plan"
             )
         self.names = tuple(outer)
-        if quantiser is None and config.quantise != "none":
+        if quantiser is None and config.quantise == "fp8":
             quantiser = Fp8Quantiser(block=config.quantise_block)
         self.keeper = Keeper(
-            quantiser if config.quantise != "none" else None,
+            quantiser if config.quantise == "fp8" else None,
             min_bytes=int(config.quantise_min_kib * 1024),
             offload_bytes=int(config.offload_min_mib * (1 << 20)),
         )
+        self._pass_kib = config.quantise_min_kib if config.quantise == "compiler" else None
         self._agree = agree
         self._model = model
         self._steps = 0
@@ -85,6 +86,12 @@ class Regions:
             self._points = dict.fromkeys(outer, Point(kept=0, seconds=0.0, names=()))
         elif config.plan_file and os.path.exists(config.plan_file):
             self._follow(MemoryPlan.read(config.plan_file), config.plan_file)
+            assert self.plan is not None
+            if self.plan.asked != config.asked:
+                raise ValueError(
+                    f"{config.plan_file} was made for {self.plan.asked!r}, and {config.asked!r} is asked for: remove "
+                    "the file to measure again"
+                )
 
     def begin(self) -> None:
         """Called before a training forward of the model; makes the plan when enough has been measured."""
@@ -108,7 +115,14 @@ class Regions:
         limit = int(config.budget_gib * (1 << 30)) if config.budget_gib else None
         curves = [self.curves[name] for name in self.names]
         plan = self._agree(
-            make_plan(curves, policy=config.policy, engine=config.engine, share=config.budget, limit=limit)
+            make_plan(
+                curves,
+                policy=config.policy,
+                engine=config.engine,
+                share=config.budget,
+                limit=limit,
+                asked=config.asked,
+            )
         )
         if plan.kept > plan.budget and config.policy != "full":
             warnings.warn(
@@ -156,7 +170,7 @@ class Regions:
     def _compiled_for(self, name: str, function: Function, budget: float) -> Function:
         known = self._compiled.setdefault(name, {})
         if budget not in known:
-            known[budget] = compiled.compile_region(function, budget)
+            known[budget] = compiled.compile_region(function, budget, quantise_kib=self._pass_kib)
         return known[budget]
 
     def _measure(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> Any:
@@ -179,7 +193,9 @@ class Regions:
         inputs = [(tuple(t.shape), t.dtype) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         kind = repr((type(module), shapes, inputs))
         if kind not in self._kinds:
-            self._kinds[kind], self._compiled[name] = compiled.measure(name, function, args, kwargs, module)
+            self._kinds[kind], self._compiled[name] = compiled.measure(
+                name, function, args, kwargs, module, quantise_kib=self._pass_kib
+            )
         self.curves[name] = replace(self._kinds[kind], region=name)
 
 
