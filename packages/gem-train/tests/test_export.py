@@ -157,3 +157,94 @@ def test_every_option_of_the_model_survives_the_manifest():
     there = json.loads(json.dumps([dataclasses.asdict(config), dataclasses.asdict(inputs)]))
     assert scorer.model_config(there[0]) == config
     assert scorer.model_inputs(there[1]) == inputs
+
+
+# The program of torch.export, and smaller rows.
+
+PROGRAM = """
+import sys
+for name in ("gem_train", "gem_model", "gem_kernels", "torchrec", "fbgemm_gpu", "safetensors"):
+    sys.modules[name] = None
+sys.path.insert(0, sys.argv[1])
+import numpy as np, pyarrow.parquet as pq
+from gem_data import Collator, EventLog
+from scorer import ProgramScorer
+
+scorer = ProgramScorer.open(sys.argv[1])
+wanted = pq.read_table(sys.argv[3])
+rows = wanted["sample_id"].to_numpy()
+collate = Collator(EventLog.open(sys.argv[2]), max_history=scorer.manifest["max_history"])
+for count in (len(rows), 2, 1):
+    found = scorer(collate(rows[:count])).numpy()
+    for k, task in enumerate(scorer.tasks):
+        np.testing.assert_allclose(found[:, k], wanted[f"p_{task}"].to_numpy()[:count], atol=2e-6)
+first = np.array([0, 1])  # a user's first event has no history
+assert collate(first).sequences["events"].offsets.tolist()[1] == 0
+assert np.isfinite(scorer(collate(first)).numpy()).all()
+print("equal", found.shape)
+"""
+
+
+def log_of(cache):
+    (log,) = [f for f in cache.iterdir() if f.name.startswith("synthetic-")]
+    return log
+
+
+def test_the_program_scores_with_torch_numpy_and_pyarrow_alone(exported, finished_run, cache):
+    predictions = RunDir(finished_run).predictions_file
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(exported), str(log_of(cache)), str(predictions)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "equal" in done.stdout
+
+
+def test_the_program_refuses_histories_that_are_too_long(exported, cache):
+    from gem_data import Collator, EventLog
+
+    loaded = scorer.ProgramScorer.open(exported)
+    longest = loaded.manifest["program"]["max_len"]
+    batch = Collator(EventLog.open(log_of(cache)), max_history=longest + 5)(np.arange(2000))
+    assert batch.sequences["events"].max_len > longest
+    with pytest.raises(ValueError, match=f"expected at most {longest}"):
+        loaded.logits(batch)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_small_rows_lie_within_a_step_of_the_rows_that_were_trained(kind, exported, tmp_path):
+    manifest = read_json(exported / "manifest.json")
+    table = max(manifest["tables"].values(), key=lambda t: t["rows"])
+    folder = shutil.copytree(exported / table["folder"], tmp_path / "rows")
+    before = scorer.read_table(folder, table["rows"], table["dim"])
+    sizes = sum(f.stat().st_size for f in folder.glob("*.parquet"))
+    for file in folder.glob("*.parquet"):
+        exporting.shrink(file, kind)
+    after = scorer.read_table(folder, table["rows"], table["dim"])
+    top = before.abs().amax(1, keepdim=True)
+    # int8: half of 1/127 of the row's largest; E4M3: half of the last of three mantissa bits, or of the smallest step.
+    bound = top / 254 if kind == "int8" else torch.maximum(before.abs() / 16, top / 448 * 2.0**-10)
+    assert ((after - before).abs() <= bound * 1.001).all()
+    assert (after != before).any()
+    assert sum(f.stat().st_size for f in folder.glob("*.parquet")) < sizes
+
+
+def test_rows_of_zeros_stay_zero(tmp_path):
+    import pyarrow as pa
+
+    values = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(8, np.float32)), 4)
+    pq.write_table(pa.table({"row": pa.array([0, 1]), "embedding": values}), tmp_path / "rows-0-2.parquet")
+    exporting.shrink(tmp_path / "rows-0-2.parquet", "int8")
+    assert torch.equal(scorer.read_table(tmp_path, 2, 4), torch.zeros(2, 4))
+
+
+def test_an_export_in_int8_says_how_far_the_scores_move(finished_run, tmp_path, capsys):
+    out = tmp_path / "small"
+    assert main(["export", str(finished_run), "--out", str(out), "--rows", "int8"]) == 0
+    assert "int8 numbers" in capsys.readouterr().out
+    manifest = read_json(out / "manifest.json")
+    assert manifest["rows_as"] == "int8"
+    assert 0 < manifest["checked"]["largest_logit_difference"] < 0.1
+    assert manifest["checked"]["largest_program_difference"] < 1e-4

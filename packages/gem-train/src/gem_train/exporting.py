@@ -2,8 +2,10 @@
 
 manifest.json       what the model is, what it was trained on, and how near the scorer's scores came to the trainer's
 dense.safetensors   dense parameters and statistics, float32
-tables/NAME/        rows-FIRST-END.parquet: row int64, embedding fixed-size list of float32
-scorer.py           loads all of it: `Scorer.open(folder)(batch)`
+dense.pt2           the dense part as a program of torch.export (program.py says what it takes)
+tables/NAME/        rows-FIRST-END.parquet: row int64, embedding fixed-size list of float32; or, smaller, of int8, or
+                    of uint8 (the bytes of float8 E4M3), with a scale float32 for each row: row = embedding x scale
+scorer.py           loads all of it: `Scorer.open(folder)(batch)`, or `ProgramScorer` without gem-model
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from gem_data import JaggedBatch
 from gem_parallel import export_tables
@@ -30,12 +34,15 @@ from gem_train.trainer import Trainer
 CHECKED = 4  # batches of the test split that the scorer is tried on
 # How far float32 logits of the scorer may lie from those of a float32 trainer; other precisions are only reported.
 TOLERANCE = 1e-3
+EXAMPLE = 8  # samples that the program is traced with
+ROWS = {"float32": 0.0, "int8": 127.0, "fp8": 448.0}  # how rows may be kept, and the largest number of each
 
 
-def export(trainer: Trainer, data: Data, which: str, out: Path) -> dict[str, Any]:
+def export(trainer: Trainer, data: Data, which: str, out: Path, *, rows_as: str = "float32") -> dict[str, Any]:
     """Write the trainer's weights (`which` says which they are) to the folder `out`; returns the manifest.
 
-    The folder appears when the scorer has loaded it and scored as the trainer does. In a world of one.
+    The folder appears when the scorers have loaded it and scored as the trainer does. In a world of one. `rows_as` is
+    one of ROWS; of smaller rows the manifest says how far the scores move.
 
     Raises UserError where the folder exists, RuntimeError where the scores differ.
     """
@@ -49,6 +56,9 @@ def export(trainer: Trainer, data: Data, which: str, out: Path) -> dict[str, Any
     partial.mkdir(parents=True)
     try:
         rows = export_tables(parts.model, partial / "tables")
+        if rows_as != "float32":
+            for file in (partial / "tables").rglob("*.parquet"):
+                shrink(file, rows_as)
         save_file(dense_state(trainer), partial / "dense.safetensors")
         shutil.copyfile(str(scorer.__file__), partial / "scorer.py")
         manifest = {
@@ -59,13 +69,16 @@ def export(trainer: Trainer, data: Data, which: str, out: Path) -> dict[str, Any
             "inputs": dataclasses.asdict(parts.inputs),
             "max_history": parts.config.data.max_history,
             "dense": {"file": "dense.safetensors", "sha256": _digest(partial / "dense.safetensors")},
+            "rows_as": rows_as,
             "tables": {n: {"folder": f"tables/{n}", "rows": r, "dim": parts.inputs.table_dim} for n, r in rows.items()},
             "trained": {"precision": _trained_precision(parts.run), "lowprec": parts.config.lowprec.recipe},
             "data": {k: v for k, v in data.manifest().items() if k != "notes"},
             "versions": {name: version(name) for name in (*PACKAGES, *LIBRARIES, "safetensors")},
         }
         write_json(partial / "manifest.json", manifest)
-        manifest["checked"] = check(trainer, partial)
+        manifest["program"] = program(trainer, partial)
+        write_json(partial / "manifest.json", manifest)
+        manifest["checked"] = check(trainer, partial, exact=rows_as == "float32")
         write_json(partial / "manifest.json", manifest)
         os.rename(partial, out)
     finally:
@@ -84,24 +97,69 @@ def dense_state(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def check(trainer: Trainer, folder: Path) -> dict[str, Any]:
-    """Load the folder as its user will, and compare the scores on test samples.
+def program(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Write dense.pt2 from what the folder holds so far; returns its entry of the manifest."""
+    from gem_train.program import write
 
-    Raises RuntimeError where a float32 trainer and the scorer differ by more than TOLERANCE.
+    parts, model = trainer.parts, scorer.Scorer.open(folder).model
+    batch = _on_cpu(next(iter(parts.test)))
+    batch = batch.select(list(range(min(EXAMPLE, batch.batch_size))))
+    path = folder / "dense.pt2"
+    entry = write(model, parts.inputs, batch, path, max_len=max((s.max_len for s in parts.inputs.sources), default=0))
+    return {**entry, "sha256": _digest(path)}
+
+
+def shrink(file: Path, rows_as: str) -> None:
+    """Rewrite a table's file with rows r = q s, s = max |r| / largest, q rounded to int8 or float8 E4M3.
+
+    Of a row of zeros, s is 1.
     """
-    loaded = scorer.Scorer.open(folder)
-    worst, samples = 0.0, 0
+    largest = ROWS[rows_as]
+    table = pq.read_table(file)
+    size = table.schema.field("embedding").type.list_size
+    values = torch.from_numpy(table["embedding"].combine_chunks().flatten().to_numpy().copy()).view(-1, size)
+    top = values.abs().amax(1, keepdim=True)
+    scale = torch.where(top > 0, top / largest, 1.0)
+    scaled = values / scale
+    if rows_as == "int8":
+        small = scaled.round().to(torch.int8).numpy()
+    else:
+        small = scaled.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    columns = {
+        "row": table["row"],
+        "embedding": pa.FixedSizeListArray.from_arrays(pa.array(small.reshape(-1)), size),
+        "scale": pa.array(scale[:, 0].numpy()),
+    }
+    pq.write_table(pa.table(columns), file)
+
+
+def check(trainer: Trainer, folder: Path, *, exact: bool) -> dict[str, Any]:
+    """Load the folder as its users will, and compare the scores on test samples.
+
+    Raises RuntimeError where the two scorers differ by more than TOLERANCE, or, with `exact` rows, a float32 trainer
+    and the scorer.
+    """
+    loaded, other = scorer.Scorer.open(folder), scorer.ProgramScorer.open(folder)
+    worst, apart, samples = 0.0, 0.0, 0
     trainer.model.eval()
     with torch.no_grad():
         for batch in itertools.islice(iter(trainer.parts.test), CHECKED):
             ours, theirs = trainer.forward(batch).float().cpu(), loaded.logits(_on_cpu(batch))
             real = batch.sample_ids.cpu() >= 0
             worst = max(worst, float((ours - theirs)[real].abs().max()))
+            apart = max(apart, float((other.logits(_on_cpu(batch)) - theirs)[real].abs().max()))
             samples += int(real.sum())
-    plain = trainer.parts.precision == "fp32" and not any(r.converted for r in trainer.parts.conversion.rows)
+    if not apart < TOLERANCE:
+        raise RuntimeError(f"the exported program's logits differ from the exported model's by {apart:.3g}")
+    plain = exact and trainer.parts.precision == "fp32" and not any(r.converted for r in trainer.parts.conversion.rows)
     if not worst < (TOLERANCE if plain else float("inf")):
         raise RuntimeError(f"the exported model's logits differ from the trainer's by {worst:.3g} on {samples} samples")
-    return {"samples": samples, "largest_logit_difference": worst, "precision": trainer.parts.precision}
+    return {
+        "samples": samples,
+        "largest_logit_difference": worst,
+        "largest_program_difference": apart,
+        "precision": trainer.parts.precision,
+    }
 
 
 def _on_cpu(batch: JaggedBatch) -> JaggedBatch:

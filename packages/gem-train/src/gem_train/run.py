@@ -106,7 +106,7 @@ def reevaluate(run: RunDir, *, by: Sequence[str] = ()) -> Outcome:
         return Outcome(run=run, results=test(trainer, data, by))
 
 
-def export(run: RunDir, out: str | Path) -> dict[str, Any]:
+def export(run: RunDir, out: str | Path, *, rows_as: str = "float32") -> dict[str, Any]:
     """Write the weights that the run is tested with to the folder `out`; returns its manifest.
 
     Raises UserError where the folder exists, or under torchrun: one process writes an export.
@@ -116,7 +116,7 @@ def export(run: RunDir, out: str | Path) -> dict[str, Any]:
     with reopened(run) as (data, trainer):
         if trainer.runtime.world > 1:
             raise UserError("export runs in one process, without torchrun; it reads the checkpoints of any number")
-        return write(trainer, data, trainer.load_best(), Path(out))
+        return write(trainer, data, trainer.load_best(), Path(out), rows_as=rows_as)
 
 
 @contextlib.contextmanager

@@ -103,10 +103,13 @@ def export(arguments: argparse.Namespace) -> int:
         raise UserError(f"{out} exists already; name another folder for the export")
     from gem_train.run import export
 
-    manifest = export(folder, out)
+    manifest = export(folder, out, rows_as=arguments.rows)
     checked, dense = manifest["checked"], manifest["dense"]["file"]
     tables = sum(t["rows"] * t["dim"] for t in manifest["tables"].values())
-    print(f"{out}: {dense}, {len(manifest['tables'])} tables of {tables:,} numbers, scorer.py; {manifest['weights']}")
+    print(
+        f"{out}: {dense}, {len(manifest['tables'])} tables of {tables:,} {manifest['rows_as']} "
+        f"numbers, {manifest['program']['file']}, scorer.py; {manifest['weights']}"
+    )
     worst = f"{checked['largest_logit_difference']:.2g}"
     print(
         f"on {checked['samples']} test samples the scorer's logits lie within {worst} of the trainer's "

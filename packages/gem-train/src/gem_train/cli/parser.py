@@ -115,6 +115,9 @@ def parser() -> argparse.ArgumentParser:
     export = verb("export", "write a run's model as safetensors and Parquet, with a scorer that needs no gem-train")
     export.add_argument("run", metavar="RUN", help="a run folder")
     export.add_argument("--out", metavar="DIR", required=True, help="the folder to write")
+    export.add_argument(
+        "--rows", metavar="KIND", choices=("float32", "int8", "fp8"), default="float32", help="of the tables' rows"
+    )
 
     doctor = verb("doctor", "say what is installed, whether it fits together, and what would run where")
     doctor.add_argument("--json", action="store_true", help="the same as JSON")
