@@ -27,17 +27,16 @@ def problem(*features: str, dtype: torch.dtype = torch.bfloat16, head_dim: int =
 def test_what_it_takes() -> None:
     assert support.applies(problem())[0]
     assert support.applies(problem("shared_q", "return_lse", dtype=torch.float16, head_dim=64))[0]
+    assert support.applies(problem("causal", "window", "grouped", head_dim=96))[0]
 
 
 @pytest.mark.parametrize(
     ("refused", "because"),
     [
         (problem("bias"), "bias"),
-        (problem("causal"), "causal"),
-        (problem("window"), "window"),
-        (problem("grouped"), "key heads"),
         (problem(dtype=torch.float32), "float32"),
-        (problem(head_dim=96), "96"),
+        (problem(head_dim=100), "100"),
+        (problem(head_dim=256), "256"),
     ],
 )
 def test_what_it_refuses_and_why(refused: Problem, because: str) -> None:
@@ -49,7 +48,7 @@ def test_what_it_refuses_and_why(refused: Problem, because: str) -> None:
 @pytest.mark.slow
 def test_kernels_build_for_hopper_without_a_gpu() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "0"}
-    for match in ("gdpa silu hopper forward d64 3x64-across-6", "jfa hopper backward d64 short-keys"):
+    for match in ("gdpa silu hopper forward d64 3x128 causal", "jfa hopper backward d64 short-keys"):
         command = [sys.executable, "-m", "gem_kernels.compile_check", "--arch", "90", "--match", match]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -64,14 +63,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from gem_kernels.hopper import support
 
 for case in support.compile_cases("softmax"):
-    if "d64" not in case.name or not re.search("3x128$|across-6|backward|dq", case.name):
+    if "d64" not in case.name or not re.search("3x128|backward|dq", case.name):
         continue
     names = case.kernel.arg_names
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in case.divisible}
     source = GluonASTSource(case.kernel, dict(case.signature), dict(case.constants), attributes)
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ttgir"]
     parts = re.split(r"\n    (?:default \{|partition\d+\()", text)[1:]
-    loops = [re.search(r"scf\.for [^\n]*?iter_args\(([^)]*)\)", part) for part in parts]
+    loops = [re.search(r"scf\.(?:for [^\n]*?iter_args|while )\(([^)]*)\)", part) for part in parts]
     print(" ".join(case.name.split()[2:]), [loop.group(1).count("=") for loop in loops])
 """
 
@@ -83,8 +82,11 @@ def test_loops_over_tiles_carry_the_whole_record() -> None:
     done = subprocess.run([sys.executable, "-c", CARRIED], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == [
-        "forward d64 3x128 [5, 5, 5, 7]",  # step and four fields; the loader: step, visit and five
-        "forward d64 3x64-across-6 [8, 8, 8, 7]",
+        # consumers: step, visit, tile and its rows; the loaders: three of them
+        "forward d64 3x128 [4, 4, 4, 3, 3]",
+        "forward d64 3x128 causal [4, 4, 4, 3, 3]",
+        "forward d64 3x128 window [4, 4, 4, 3, 3]",
+        "forward d64 3x128-6 [4, 4, 4, 3, 3]",
         "backward d64 stream [2, 2, 2]",  # step and visit: the backward reads the record inside the loop
         "backward d64 short-keys [1, 1]",
         "backward d64 short-queries [1, 1]",
@@ -104,15 +106,20 @@ def test_the_recorded_command_leaves_out_where_the_file_went() -> None:
 
 
 def test_every_choice_is_a_configuration_that_is_tested() -> None:
-    for rows_q, rows_k, softmax in (
-        (64, 500, True),
-        (1024, 32, False),
-        (256, 256, True),
-        (256, 256, False),
-        (2048, 2048, True),
+    for rows_q, rows_k, max_k in (
+        (64, 500, 1024),
+        (1024, 32, 32),
+        (256, 256, 512),
+        (1024, 256, 256),
+        (2048, 2048, 4096),
     ):
-        assert launch.choose_forward(rows_q, rows_k, softmax) in launch.FORWARD.values()
-    assert launch.choose_forward(1024, 1024, True).consumers == 3
+        for softmax in (True, False):
+            for masked in (True, False):
+                chosen = launch.choose_forward(rows_q, rows_k, max_k, softmax, masked)
+                assert chosen in launch.FORWARD.values()
+                assert chosen.groups == 1 or not masked
+    assert launch.choose_forward(512, 512, 1024, True, False).step == 64
+    assert launch.choose_forward(512, 512, 1024, False, False).step == 128
 
 
 @pytest.mark.parametrize("limit", [1, 1 << 20, 1 << 40])
@@ -129,6 +136,16 @@ def test_windows_of_the_workspace_hold_every_sequence_once(limit: int) -> None:
     for (a, _), row in zip(plan.windows, inside, strict=True):
         assert (last[row] - a <= plan.window_blocks).all()
     assert (len(plan.windows) == 1) == (limit == 1 << 40)
+
+
+def test_choice_of_the_backward() -> None:
+    launch_backward._announce_long_sequences.cache_clear()
+    choose = launch_backward.choose_backward
+    assert choose(1000, 64) is launch_backward.BACKWARD["short-keys"]
+    assert choose(64, 1000) is launch_backward.BACKWARD["short-queries"]
+    assert choose(65, 65) is choose(16384, 16384) is launch_backward.BACKWARD["stream"]
+    with pytest.warns(UserWarning, match="sequences this long"):
+        assert choose(1 << 16, 1 << 16) is None
 
 
 def test_short_kernels_take_short_sequences_only() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,23 +30,56 @@ def _lognormal() -> Lengths:
 
 @dataclass(frozen=True)
 class Case:
-    """Query and key lengths [B] of one batch."""
+    """Query and key lengths [B] of one batch, and what else is asked for.
+
+    window: (left, right) as `jagged_attention` takes it; bias: a dense one for each head, shared by the batch.
+    """
 
     name: str
     q: Lengths
     k: Lengths
+    dim: int = DIM
+    window: tuple[int, int] = (-1, -1)
+    bias: bool = False
+
+    @property
+    def max_q(self) -> int:
+        """The longest query sequence."""
+        return int(self.q.max())
+
+    @property
+    def max_k(self) -> int:
+        """The longest key sequence."""
+        return int(self.k.max())
 
 
-_MAKE: dict[str, Callable[[], tuple[Lengths, Lengths]]] = {
-    "self-full-1024": lambda: (_full(256, 1024),) * 2,
-    "self-half-1024": lambda: (half(256, 1024),) * 2,
-    "self-half-512": lambda: (half(1152, 512),) * 2,
-    "self-half-4096": lambda: (half(64, 4096),) * 2,
-    "self-lognormal": lambda: (_lognormal(),) * 2,
-    "short-kv-256": lambda: (_full(1152, 1024), _full(1152, 256)),
-    "short-kv-256-half": lambda: (half(1152, 1024), _full(1152, 256)),
-    "short-kv-32": lambda: (_full(1152, 1024), _full(1152, 32)),
-    "pma": lambda: (_full(1152, 64), half(1152, 1024)),
+CAUSAL = (-1, 0)
+Make = Callable[[], tuple[Lengths, Lengths]]
+
+
+def _half_1024() -> tuple[Lengths, Lengths]:
+    return (half(256, 1024),) * 2
+
+
+def _half_4096() -> tuple[Lengths, Lengths]:
+    return (half(64, 4096),) * 2
+
+
+_MAKE: dict[str, tuple[Make, dict[str, Any]]] = {
+    "self-full-1024": (lambda: (_full(256, 1024),) * 2, {}),
+    "self-half-1024": (_half_1024, {}),
+    "self-half-512": (lambda: (half(1152, 512),) * 2, {}),
+    "self-half-4096": (_half_4096, {}),
+    "self-lognormal": (lambda: (_lognormal(),) * 2, {}),
+    "short-kv-256": (lambda: (_full(1152, 1024), _full(1152, 256)), {}),
+    "short-kv-256-half": (lambda: (half(1152, 1024), _full(1152, 256)), {}),
+    "short-kv-32": (lambda: (_full(1152, 1024), _full(1152, 32)), {}),
+    "pma": (lambda: (_full(1152, 64), half(1152, 1024)), {}),
+    "half-1024-d64": (_half_1024, {"dim": 64}),
+    "half-1024-d96": (_half_1024, {"dim": 96}),
+    "half-1024-causal": (_half_1024, {"window": CAUSAL}),
+    "half-4096-window": (_half_4096, {"window": (256, 0)}),
+    "half-1024-bias": (_half_1024, {"bias": True}),
 }
 NAMES = tuple(_MAKE)
 
@@ -54,4 +88,5 @@ def case(name: str) -> Case:
     """The case called `name`; ValueError for a name that is not in NAMES."""
     if name not in _MAKE:
         raise ValueError(f"unknown case {name!r}; expected one of {', '.join(NAMES)}")
-    return Case(name, *_MAKE[name]())
+    make, options = _MAKE[name]
+    return Case(name, *make(), **options)

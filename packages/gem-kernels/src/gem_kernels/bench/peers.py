@@ -4,6 +4,7 @@ cuDNN on padded batches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,53 +12,75 @@ import torch
 from torch import Tensor
 
 from gem_kernels import jagged
+from gem_kernels.bench.cases import CAUSAL, Case
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _fa3(q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int) -> Forward:
+def _fa3(c: Case, q_offsets: Tensor, k_offsets: Tensor) -> Forward:
     from fa3 import fa3_varlen
 
     cu_q, cu_k = q_offsets.int(), k_offsets.int()
-    return lambda q, k, v: fa3_varlen(q, k, v, cu_q, cu_k, max_q, max_k)
+    causal = c.window == CAUSAL
+    window = (-1, -1) if causal else c.window
+    return lambda q, k, v: fa3_varlen(q, k, v, cu_q, cu_k, c.max_q, c.max_k, causal=causal, window=window)
 
 
-def _fa4(q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int) -> Forward:
+def _fa4(c: Case, q_offsets: Tensor, k_offsets: Tensor) -> Forward:
     from flash_attn.cute import flash_attn_varlen_func
 
     cu_q, cu_k = q_offsets.int(), k_offsets.int()
+    causal = c.window == CAUSAL
+    window = (None, None) if causal else tuple(None if side < 0 else side for side in c.window)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Any = flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k
-        )
+            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=c.max_q, max_seqlen_k=c.max_k,
+            causal=causal, window_size=window,
+        )  # fmt: skip
         return out[0] if isinstance(out, tuple) else out
 
     return run
 
 
-def _torch_varlen(q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int) -> Forward:
+def _torch_varlen(c: Case, q_offsets: Tensor, k_offsets: Tensor) -> Forward:
     from torch.nn.attention.varlen import varlen_attn
 
     cu_q, cu_k = q_offsets.int(), k_offsets.int()
-    return lambda q, k, v: cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k))
+    options: dict[str, Any] = {"window_size": c.window}
+    if "is_causal" in inspect.signature(varlen_attn).parameters:  # torch 2.11
+        if c.window not in ((-1, -1), CAUSAL):
+            raise NotImplementedError("torch's varlen attention takes no window")
+        options = {"is_causal": c.window == CAUSAL}
+    return lambda q, k, v: cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, c.max_q, c.max_k, **options))
 
 
-PEERS: dict[str, Callable[[Tensor, Tensor, int, int], Forward]] = {
+PEERS: dict[str, Callable[[Case, Tensor, Tensor], Forward]] = {
     "fa3": _fa3,
     "fa4": _fa4,
     "torch-varlen": _torch_varlen,
 }
 
 
+def make(name: str, c: Case, q_offsets: Tensor, k_offsets: Tensor) -> Forward:
+    """The peer called `name` on this case. ImportError where it is not installed, NotImplementedError for what it does
+    not do.
+    """
+    if c.bias:
+        raise NotImplementedError(f"{name} takes no bias")
+    return PEERS[name](c, q_offsets, k_offsets)
+
+
 def padded_cudnn(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int
+    c: Case, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, bias: Tensor | None
 ) -> tuple[Forward, list[Tensor]]:
     """cuDNN attention over the padded batch and its inputs [B, H, L, D]; the padding itself is not timed, and
-    padded keys are not masked.
+    padded keys are not masked. NotImplementedError for a window.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    if c.window not in ((-1, -1), CAUSAL):
+        raise NotImplementedError("cuDNN through torch takes no window")
     batch = q_offsets.numel() - 1
 
     def dense(x: Tensor, offsets: Tensor, longest: int) -> Tensor:
@@ -66,6 +89,8 @@ def padded_cudnn(
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, is_causal=c.window == CAUSAL
+            )
 
-    return run, [dense(q, q_offsets, max_q), dense(k, k_offsets, max_k), dense(v, k_offsets, max_k)]
+    return run, [dense(q, q_offsets, c.max_q), dense(k, k_offsets, c.max_k), dense(v, k_offsets, c.max_k)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gem_kernels import dispatch, flops, testing
 from gem_kernels.bench import peers, timing
-from gem_kernels.bench.cases import DIM, HEADS, Case
+from gem_kernels.bench.cases import HEADS, Case
 from gem_kernels.gdpa import ACTIVATIONS, gdpa
 from gem_kernels.jagged_attention import jagged_attention
 
@@ -35,30 +35,36 @@ class Problem:
     dout: Tensor
     q_offsets: Tensor
     k_offsets: Tensor
+    bias: Tensor | None = None
 
     @classmethod
     def make(cls, case: Case, act: str | None, device: torch.device) -> Problem:
         """Fresh N(0, 1) inputs in BF16."""
         rows_q, rows_k = int(case.q.sum()), int(case.k.sum())
         q, k, v, dout = (
-            torch.randn(n, HEADS, DIM, device=device, dtype=torch.bfloat16) for n in (rows_q, rows_k, rows_k, rows_q)
+            torch.randn(n, HEADS, case.dim, device=device, dtype=torch.bfloat16)
+            for n in (rows_q, rows_k, rows_k, rows_q)
         )
-        return cls(case, act, q, k, v, dout, *(testing.offsets_of(x.tolist(), device) for x in (case.q, case.k)))
-
-    @property
-    def max_q(self) -> int:
-        """The longest query sequence."""
-        return int(self.case.q.max())
-
-    @property
-    def max_k(self) -> int:
-        """The longest key sequence."""
-        return int(self.case.k.max())
+        q_offsets, k_offsets = (testing.offsets_of(x.tolist(), device) for x in (case.q, case.k))
+        size = (1, HEADS, case.max_q, case.max_k)
+        bias = torch.randn(size, device=device, dtype=torch.bfloat16) if case.bias else None
+        return cls(case, act, q, k, v, dout, q_offsets, k_offsets, bias)
 
     @property
     def where(self) -> tuple[Tensor, Tensor, int, int]:
         """Offsets and maxima, as the operators take them."""
-        return self.q_offsets, self.k_offsets, self.max_q, self.max_k
+        return self.q_offsets, self.k_offsets, self.case.max_q, self.case.max_k
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return 1.0 / math.sqrt(self.case.dim)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the dispatch must know, see `dispatch.Problem`."""
+        asked = {"window": max(self.case.window) >= 0, "bias": self.case.bias, f"activation:{self.act}": self.act}
+        return tuple(name for name, on in asked.items() if on)
 
 
 @dataclass(frozen=True)
@@ -72,15 +78,18 @@ class Variant:
 def _by_autograd(
     forward: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Iterable[Tensor], dout: Tensor | None
 ) -> Variant:
-    """A variant that torch differentiates: the graph is built once, at the first backward."""
+    """A variant that torch differentiates: the graph is built once, at the first backward on a stream, since a backward
+    runs on the stream of its forward.
+    """
     plain = [x.detach() for x in inputs]
-    kept: list[Any] = []
+    kept: dict[Any, tuple[list[Tensor], Tensor]] = {}
 
     def backward() -> tuple[Tensor, ...]:
-        if not kept:
-            leaves = [x.clone().requires_grad_() for x in plain]
-            kept.extend((leaves, forward(*leaves)))
-        leaves, out = kept
+        stream = torch.cuda.current_stream() if plain[0].is_cuda else None
+        if stream not in kept:
+            built = [x.clone().requires_grad_() for x in plain]
+            kept[stream] = built, forward(*built)
+        leaves, out = kept[stream]
         return torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout, retain_graph=True)
 
     return Variant(lambda: forward(*plain), backward)
@@ -91,68 +100,85 @@ def _public(p: Problem, backend: str) -> Variant:
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if p.act is None:
-            return cast(Tensor, jagged_attention(q, k, v, *p.where, backend=backend))
-        return gdpa(q, k, v, *p.where, activation=p.act, backend=backend)
+            out = jagged_attention(q, k, v, *p.where, bias=p.bias, window=p.case.window, backend=backend)
+            return cast(Tensor, out)
+        return gdpa(q, k, v, *p.where, activation=p.act, window=p.case.window, backend=backend)
 
     return _by_autograd(run, (p.q, p.k, p.v), p.dout)
 
 
 def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
     """Every configuration of the Hopper kernels: forward ones with no backward and the reverse."""
-    from gem_kernels.hopper import launch, launch_backward
+    from gem_kernels.hopper import launch, launch_backward, support
 
     options: dict[str, Any] = {"act": p.act or "softmax", "out_scale": 1.0}
-    scale = 1.0 / math.sqrt(DIM)
+    left, right = p.case.window
     kept: list[Tensor] = []
 
     def forward(config: launch.ForwardConfig) -> Tensor:
-        return launch.forward(p.q, p.k, p.v, *p.where, scale, config=config, **options)[0]
+        return launch.forward(
+            p.q, p.k, p.v, *p.where, p.scale, left=left, right=right, config=config, **options
+        )[0]  # fmt: skip
 
     def backward(config: launch_backward.BackwardConfig) -> tuple[Tensor, ...]:
         if not kept:
-            kept.extend(launch.forward(p.q, p.k, p.v, *p.where, scale, **options))
+            kept.extend(launch.forward(p.q, p.k, p.v, *p.where, p.scale, **options))
         out, lse = kept
         return launch_backward.backward(
-            p.dout, None, p.q, p.k, p.v, out, lse, *p.where, scale, config=config, **options
+            p.dout, None, p.q, p.k, p.v, out, lse, *p.where, p.scale, config=config, **options
         )
 
     for name, config in launch.FORWARD.items():
         yield f"hopper {name}", Variant(functools.partial(forward, config), None)
     for name, way in launch_backward.BACKWARD.items():
-        if way.fits(p.max_q, p.max_k):
+        if way.fits(p.case.max_q, p.case.max_k) and support.backward_applies(p.q, p.k, left, right):
             yield f"hopper {name}", Variant(None, functools.partial(backward, way))
+
+
+def _baseline(p: Problem) -> Variant:
+    """The public idea of GDPA in Triton, for comparison: `bench.baseline`."""
+    from gem_kernels.bench import baseline
+
+    act = p.act or "identity"
+    return Variant(
+        lambda: baseline.forward(p.q, p.k, p.v, *p.where, act, p.scale),
+        lambda: baseline.backward(p.dout, p.q, p.k, p.v, *p.where, act, p.scale),
+    )
 
 
 def ours(p: Problem) -> dict[str, Variant]:
     """The public operator on every backend that takes this problem, then the configurations of the Hopper kernels."""
     op = "jagged_attention" if p.act is None else "gdpa"
-    features = () if p.act is None else (f"activation:{p.act}",)
     found: dict[str, Variant] = {}
     for backend in ("hopper", "triton"):
         try:
-            dispatch.why(op, p.q, backend, features)
+            dispatch.why(op, p.q, backend, p.features)
         except RuntimeError as error:
             print(f"  {backend}: {error}")
             continue
         found[backend] = _public(p, backend)
     if "hopper" in found:
         found.update(_hopper(p))
+    if p.act is not None and max(p.case.window) < 0 and p.case.dim in (64, 128):
+        found["triton baseline"] = _baseline(p)
     return found
 
 
 def theirs(p: Problem, names: tuple[str, ...]) -> dict[str, Variant]:
-    """Those of the peers (all softmax) that are named, or all, and can be imported here."""
+    """Those of the peers (all softmax) that are named, or all, and can be imported here and do what is asked."""
     found = {}
-    for name, make in peers.PEERS.items():
+    for name in (*peers.PEERS, "cudnn-padded"):
         if names and name not in names:
             continue
         try:
-            found[name] = _by_autograd(make(*p.where), (p.q, p.k, p.v), p.dout)
-        except ImportError as error:
+            if name == "cudnn-padded":
+                run, dense = peers.padded_cudnn(p.case, p.q, p.k, p.v, p.q_offsets, p.k_offsets, p.bias)
+                found[name] = _by_autograd(run, dense, None)
+            else:
+                run = peers.make(name, p.case, p.q_offsets, p.k_offsets)
+                found[name] = _by_autograd(run, (p.q, p.k, p.v), p.dout)
+        except (ImportError, NotImplementedError) as error:
             print(f"  no {name}: {error}")
-    if not names or "cudnn-padded" in names:
-        run, dense = peers.padded_cudnn(p.q, p.k, p.v, *p.where)
-        found["cudnn-padded"] = _by_autograd(run, dense, None)
     return found
 
 
@@ -165,13 +191,27 @@ def _reference(p: Problem) -> tuple[Tensor, list[tuple[slice, slice]], list[Tens
         rows = slice(int(p.q_offsets[b]), int(p.q_offsets[b + 1]))
         cols = slice(int(p.k_offsets[b]), int(p.k_offsets[b + 1]))
         q, k, v = (x[s].double().requires_grad_() for x, s in ((p.q, rows), (p.k, cols), (p.v, cols)))
-        s = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(DIM)
-        weights = s.softmax(-1) if p.act is None else ACTIVATIONS[p.act](s)
+        s = torch.einsum("qhd,khd->hqk", q, k) * p.scale
+        if p.bias is not None:
+            s = s + p.bias[0, :, : s.shape[1], : s.shape[2]].double()
+        hidden = _hidden(s, p.case.window)
+        if p.act is None:  # a row that sees no key gets 0
+            weights = s.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
+        else:
+            weights = ACTIVATIONS[p.act](s).masked_fill(hidden, 0.0)
         out = torch.einsum("hqk,khd->qhd", weights, v)
         grads.append(torch.autograd.grad(out, (q, k, v), p.dout[rows].double()))
         outs.append(out.detach())
         spans.append((rows, cols))
     return torch.cat(outs), spans, [torch.cat(g) for g in zip(*grads, strict=True)]
+
+
+def _hidden(s: Tensor, window: tuple[int, int]) -> Tensor:
+    """Which keys a query does not see, [Lq, Lk] for scores [H, Lq, Lk]."""
+    rows, cols = s.shape[1:]
+    left, right = (side if side >= 0 else rows + cols for side in window)
+    distance = torch.arange(cols, device=s.device) - torch.arange(cols - rows, cols, device=s.device)[:, None]
+    return (distance < -left) | (distance > right)
 
 
 def _poison(device: torch.device) -> None:
@@ -221,12 +261,16 @@ def measure(
         ceilings: dict[str, float], gate_only: bool
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The rows of one case: the gate, then times of ours and, with softmax, of the peers."""
+    if act is not None and case.bias:
+        return []
     p = Problem.make(case, act, device)
     variants = {n: v for n, v in ours(p).items() if only in n and not any(x in n for x in skip)}
     errors = gate(p, variants, passes)
     if gate_only:
         return []
-    cost = flops.attention(case.q, case.k, heads=HEADS, head_dim=DIM, softmax=act is None)
+    cost = flops.attention(
+        case.q, case.k, heads=HEADS, head_dim=case.dim, softmax=act is None, window=case.window
+    )  # fmt: skip
     peer_variants = theirs(p, peer_names)
     rows = []
     for what in passes:
@@ -235,7 +279,11 @@ def measure(
             run = variant.forward if what == "forward" else variant.backward
             if run is not None and (name.startswith("peer ") or (name, what) in errors):
                 runs[name] = run
-        times = timing.interleaved(_alive(runs), rounds=rounds, rep=rep)
+        runs = _alive(runs)
+        host = {name: timing.host_us(run) for name, run in runs.items()}
+        if what == "forward":  # short enough for the Python of a call to show
+            runs = {name: _captured(name, run) for name, run in runs.items()}
+        times = timing.interleaved(runs, rounds=rounds, rep=rep)
         useful = cost.forward_flops if what == "forward" else cost.backward_flops
         moved = cost.forward_bytes if what == "forward" else cost.backward_bytes
         peer_rates = {
@@ -248,13 +296,23 @@ def measure(
             rows.append({
                 "case": case.name, "op": "jagged_attention" if act is None else f"gdpa:{act}", "variant": name,
                 "pass": what,
-                "dtype": "bfloat16", "head_dim": DIM, "ms": round(ms, 4), "tflops": round(tflops, 1),
+                "dtype": "bfloat16", "head_dim": case.dim, "ms": round(ms, 4), "tflops": round(tflops, 1),
                 "gbps": round(gbps, 1),
                 "of_gemm": round(tflops / ceilings["gemm_bf16_tflops"], 3),
                 "of_copy": round(gbps / 1e3 / ceilings["copy_tbps"], 3),
-                "error": errors[name, what], "peers": peer_rates, "unit": "tflops",
+                "error": errors[name, what], "host_us": round(host[name], 1), "peers": peer_rates, "unit": "tflops",
             })  # fmt: skip
     return rows
+
+
+def _captured(name: str, run: timing.Run) -> timing.Run:
+    """`run` as a CUDA graph, or as it is, and that is said, where it cannot be captured."""
+    try:
+        return timing.captured(run)
+    except Exception as error:  # whatever a peer throws is the finding
+        torch.cuda.synchronize()
+        print(f"  {name} is timed with its Python: {type(error).__name__}: {str(error)[:120]}")
+        return run
 
 
 def _alive(runs: dict[str, timing.Run]) -> dict[str, timing.Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,14 +43,27 @@ def captured(run: Run) -> Run:
 
 
 def interleaved(runs: Mapping[str, Run], *, rounds: int, rep: int) -> dict[str, float]:
-    """Median over `rounds` of each run's median; the runs take turns, so that a slow spell of the card does not
-    fall on one of them.
+    """Median over `rounds` of each run's median; the runs take turns, every other round backwards, so that neither a
+    slow spell of the card nor the heat of a neighbour falls on one of them.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(median_ms(run, rep))
+    for turn in range(rounds):
+        for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
+            times[name].append(median_ms(runs[name], rep))
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+def host_us(run: Run, calls: int = 20) -> float:
+    """What a call costs the CPU in microseconds, the device working behind."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(calls):
+        run()
+    spent = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    return spent / calls * 1e6
 
 
 def ceilings(device: torch.device) -> dict[str, float]:

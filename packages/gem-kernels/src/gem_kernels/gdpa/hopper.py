@@ -16,7 +16,7 @@ __all__ = ["applies", "backward", "compile_cases", "forward"]
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
-    """bfloat16 or float16, head dimension 64 or 128, no mask, as many key heads as query heads."""
+    """bfloat16 or float16, head dimension a multiple of 8 up to 128."""
     return support.applies(problem)
 
 
@@ -33,21 +33,10 @@ def forward(
     """O [Tq, H, D]; the arguments of `gem_kernels.gdpa`'s backends. `config` and `tiles`: see
     `jagged_attention.hopper.forward`.
     """
-    assert max(left, right) < 0, "applies() refuses masks"
     return launch.forward(
-        q,
-        k,
-        v,
-        q_offsets,
-        k_offsets,
-        max_q,
-        max_k,
-        scale,
-        act=activation,
-        out_scale=out_scale,
-        config=config,
-        tiles=tiles,
-    )[0]
+        q, k, v, q_offsets, k_offsets, max_q, max_k, scale,
+        act=activation, out_scale=out_scale, left=left, right=right, config=config, tiles=tiles,
+    )[0]  # fmt: skip
 
 
 def backward(
@@ -56,7 +45,8 @@ def backward(
     *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV; `config=None` lets `launch_backward.choose_backward` decide."""
-    config = config or launch_backward.choose_backward(max_q, max_k)
+    if config is None and support.backward_applies(q, k, left, right):
+        config = launch_backward.choose_backward(max_q, max_k)
     if config is None:
         return triton.backward(
             dout, q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right

@@ -29,52 +29,50 @@ _GL_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.floa
 class ForwardConfig:
     """`consumers` warpgroups of 64 query rows, `step` keys a step, `stages` buffers of K and of V.
 
-    pipeline: "plain": one product after the other; "ahead": Q K^T of the next step together with P V; "across": so
-        across tiles too.
-    prefetch: so many of the next tile's last K and V rows are brought into L2 while a tile is computed.
-    groups: row groups of a tile ("across" only); up to `stages` steps of K and V stay in shared memory for all of them.
+    groups: row groups of a tile, for which up to `stages` steps of K and V stay in shared memory; not with a mask.
     """
 
     consumers: int
     step: int
     stages: int
-    pipeline: str
     groups: int = 1
-    prefetch: int = 0
 
     @property
     def shape(self) -> TileShape:
         """The tile shape for the schedule."""
         return TileShape(consumers=self.consumers * self.groups, step=self.step)
 
-    def constants(self, dim: int, *, group: int, act: str) -> dict[str, Any]:
+    def constants(
+        self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False
+    ) -> dict[str, Any]:
         """The compile-time arguments of `forward_kernel`."""
         wide = self.consumers == 3
         return {
-            "BN": self.step, "D": dim, "NC": self.consumers, "KS": self.stages, "QS": 2, "GROUP": group, "ACT": act,
-            "PIPELINE": self.pipeline, "PREFETCH": self.prefetch, "REGS": 160 if wide else 240,
-            "LOADER_REGS": 32 if wide else 24,
+            "BN": self.step, "D": padded(dim), "DIM": dim, "NC": self.consumers, "KS": self.stages, "QS": 2,
+            "GROUP": group, "ACT": act, "RESIDENT": self.groups > 1, "LEFT": left, "RIGHT": right, "SHARED": shared,
+            "REGS": 160 if wide else 240, "LOADER_REGS": 32 if wide else 24,
         }  # fmt: skip
 
 
 FORWARD = {
-    "3x128": ForwardConfig(consumers=3, step=128, stages=2, pipeline="plain"),
-    "3x128-prefetch": ForwardConfig(consumers=3, step=128, stages=2, pipeline="plain", prefetch=512),
-    "2x128-ahead": ForwardConfig(consumers=2, step=128, stages=2, pipeline="ahead"),
-    "2x128-ahead-prefetch": ForwardConfig(consumers=2, step=128, stages=2, pipeline="ahead", prefetch=512),
-    "3x64": ForwardConfig(consumers=3, step=64, stages=4, pipeline="plain"),
-    "3x64-across-6": ForwardConfig(consumers=3, step=64, stages=4, pipeline="across", groups=6),
-    "2x64-across-8": ForwardConfig(consumers=2, step=64, stages=4, pipeline="across", groups=8),
+    "3x128": ForwardConfig(consumers=3, step=128, stages=2),
+    "3x128-6": ForwardConfig(consumers=3, step=128, stages=2, groups=6),
+    "3x64": ForwardConfig(consumers=3, step=64, stages=4),
 }
 
 
-def choose_forward(rows_q: float, rows_k: float, softmax: bool) -> ForwardConfig:
-    """The configuration for `rows_q` queries and `rows_k` keys on average (docs/notes/hopper-attention.md)."""
+def choose_forward(rows_q: float, rows_k: float, max_k: int, softmax: bool, masked: bool) -> ForwardConfig:
+    """The configuration for `rows_q` queries and `rows_k` keys on average (docs/notes/hopper-attention.md).
+
+    Steps of 64 keys where they save work at the ends of sequences: short keys, or lengths that differ; the activations
+    do well with 128 from shorter keys on than the softmax, which has more to keep in registers.
+    """
+    if masked:
+        return FORWARD["3x128"]
     if min(rows_q, rows_k) <= 64:  # learned queries, very short keys: bound by memory
         return FORWARD["3x64"]
-    if min(rows_q, rows_k) < 384:
-        return FORWARD["2x128-ahead" if softmax else "3x64"]
-    return FORWARD["3x128"]
+    ragged = rows_k < 0.75 * max_k
+    return FORWARD["3x64" if ragged and max_k <= (1024 if softmax else 512) else "3x128"]
 
 
 @functools.cache
@@ -94,49 +92,81 @@ def on_its_device(run: Run) -> Run:
     return cast(Run, wrapped)
 
 
+def padded(dim: int) -> int:
+    """The width that a head is read with: what is over is 0."""
+    return 64 if dim <= 64 else 128
+
+
+def _addressable(x: Tensor) -> bool:
+    """Whether TMA can read the rows of `x` [T, H, D]."""
+    size = x.element_size()
+    return (
+        x.stride(2) == 1
+        and x.stride(0) > 0
+        and x.stride(0) * size % 16 == 0
+        and (x.shape[1] == 1 or (x.stride(1) > 0 and x.stride(1) * size % 16 == 0))
+        and x.data_ptr() % 16 == 0
+    )
+
+
 def flat(x: Tensor) -> Tensor:
     """`x` [T, H, D], copied only if heads are not side by side or TMA cannot address the rows."""
-    aligned = x.stride(0) * x.element_size() % 16 == 0 and x.stride(0) > 0 and x.data_ptr() % 16 == 0
-    if x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1) and aligned:
-        return x
-    return x.contiguous()
+    return x if (x.stride(1) == x.shape[2] or x.shape[1] == 1) and _addressable(x) else x.contiguous()
+
+
+@functools.cache
+def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(shape), _GL_DTYPES[dtype])
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """TMA descriptor of `x` [T, H, D] seen as [T, H * D], in blocks of `rows` rows of one head."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, x.shape[2]], _GL_DTYPES[x.dtype])
-    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]], layout)
+    block = (rows, x.shape[2])
+    return TensorDescriptor(
+        x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], list(block), _layout(block, x.dtype)
+    )
+
+
+def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """TMA descriptor of `x` [T, H, D] in blocks of `rows` rows of one head, D filled up with zeros to `padded(D)`."""
+    block = (rows, 1, padded(x.shape[2]))
+    strides = [x.stride(0), x.stride(1) if x.shape[1] > 1 else x.shape[2], 1]
+    return TensorDescriptor(x, list(x.shape), strides, list(block), _layout(block, x.dtype))
 
 
 @on_its_device
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale:
-        float, *,
-    act: str, out_scale: float, config: ForwardConfig | None = None, tiles: Tiles | None = None,
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale: float,
+    *, act: str, out_scale: float, left: int = -1, right: int = -1, config: ForwardConfig | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """O [Tq, H, D] and LSE [Tq, H] (empty unless `act` is "softmax"). `q_offsets=None`: q [L, H, D] serves every
     sequence.
     """
     batch = k_offsets.shape[0] - 1
-    heads, dim = q.shape[1:]
-    total = q.shape[0] * (1 if q_offsets is not None else batch)
-    out = torch.empty(total, heads, dim, dtype=q.dtype, device=q.device)
+    length, heads, dim = q.shape
+    shared = q_offsets is None
+    total = length * batch if shared else length
     softmax = act == "softmax"
+    out = torch.empty(total, heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(total if softmax else 0, heads, dtype=torch.float32, device=q.device)
     if total == 0:
         return out, lse
     if k.shape[0] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    q, k, v = flat(q), flat(k), flat(v)
-    if config is None:
-        config = choose_forward(total / batch, k.shape[0] / batch, softmax)
+    q, k, v = (x if _addressable(x) else x.contiguous() for x in (q, k, v))
+    masked = left >= 0 or right >= 0
+    config = config or choose_forward(total / batch, k.shape[0] / batch, max_k, softmax, masked)
+    own = torch.arange(2, device=q.device) * length if q_offsets is None else q_offsets
     if tiles is None:
-        own = q_offsets if q_offsets is not None else torch.arange(2, device=q.device) * q.shape[0]
-        tiles = tile_lists.build(own, k_offsets, total, heads, config.shape, shared_own=q_offsets is None)
+        tiles = tile_lists.build(own, k_offsets, total, heads, config.shape, shared_own=shared)
+    constants = config.constants(
+        dim, group=heads // k.shape[1], act=act, left=left >= 0, right=right >= 0, shared=shared and masked
+    )
     forward_kernel[(programs(q.device),)](
-        descriptor(q, 64), descriptor(k, config.step), descriptor(v, config.step), descriptor(out, 64),
-        q, k, v, out, q.stride(0), k.stride(0), v.stride(0), out.stride(0),
-        lse, heads, tiles.table, tiles.count, scale * LOG2E if softmax else scale, out_scale,
-        **config.constants(dim, group=heads // k.shape[1], act=act), num_warps=4,
+        head_descriptor(q, 64), head_descriptor(k, config.step), head_descriptor(v, config.step),
+        head_descriptor(out, 64), out, lse, heads,
+        tiles.table, tiles.count, tiles.cursor, own if masked else tiles.count,
+        scale * LOG2E if softmax else scale, out_scale, left, right, **constants, num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -6,30 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gem_kernels.dispatch import Problem
 from gem_kernels.hopper import HEAD_DIMS
 from gem_kernels.tiling import CompileCase, Tile
 
 DTYPES = (torch.bfloat16, torch.float16)
-_REFUSED = {
-    "bias": "a bias",
-    "causal": "causal masks",
-    "window": "windows",
-    "grouped": "fewer key heads than query heads",
-}
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
-    """Half precision, head dimension 64 or 128, no mask, no bias, as many key heads as query heads."""
+    """Half precision, head dimension a multiple of 8 up to 128 (computed as 64 or 128), no bias."""
     if problem.dtype not in DTYPES:
         return False, f"the Hopper kernels take bfloat16 and float16; got {problem.dtype}"
-    if problem.head_dim not in HEAD_DIMS:
-        return False, f"the Hopper kernels take head dimensions 64 and 128; got {problem.head_dim}"
-    refused = [what for feature, what in _REFUSED.items() if feature in problem.features]
-    if refused:
-        return False, f"the Hopper kernels do not take {', '.join(refused)}"
-    return True, "forward by warp-specialised Gluon kernels for compute capability 9, backward by the portable ones"
+    if problem.head_dim % 8 or not 16 <= problem.head_dim <= 128:
+        return False, f"the Hopper kernels take head dimensions from 16 to 128 in steps of 8; got {problem.head_dim}"
+    if "bias" in problem.features:
+        return False, "the Hopper kernels do not take a bias"
+    return True, "warp-specialised Gluon kernels for compute capability 9"
+
+
+def backward_applies(q: Tensor, k: Tensor, left: int, right: int) -> bool:
+    """Whether the Hopper backward takes this; else the portable one runs, on the forward's LSE."""
+    return q.shape[2] in HEAD_DIMS and q.shape[1] == k.shape[1] and max(left, right) < 0
 
 
 def _descriptor(rows: int, columns: int, dtype: str = "bf16") -> str:
@@ -38,6 +37,13 @@ def _descriptor(rows: int, columns: int, dtype: str = "bf16") -> str:
     element = {"bf16": gl.bfloat16, "fp32": gl.float32}[dtype]
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
     return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
+
+
+def _head_descriptor(rows: int, columns: int) -> str:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for([rows, 1, columns], gl.bfloat16)
+    return f"tensordesc<bf16[{rows}, 1, {columns}],{layout!r}>"
 
 
 def _statistics() -> str:
@@ -52,6 +58,7 @@ def _case(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     floats = ("lse_ptr", "delta_ptr")
+    ints = ("tiles_ptr", "count_ptr", "cursor_ptr", "own_ptr")
     types: dict[str, str] = {}
     divisible = []
     for argument in kernel.arg_names:
@@ -59,10 +66,8 @@ def _case(
             types[argument] = "constexpr"
         elif argument in descriptors:
             types[argument] = descriptors[argument]
-        elif argument in ("tiles_ptr", "count_ptr") or argument in floats or argument.endswith("_ptr"):
-            types[argument] = (
-                "*i32" if argument in ("tiles_ptr", "count_ptr") else "*fp32" if argument in floats else "*bf16"
-            )
+        elif argument.endswith("_ptr"):
+            types[argument] = "*i32" if argument in ints else "*fp32" if argument in floats else "*bf16"
             divisible.append(argument)
         elif argument.endswith("stride"):
             types[argument] = "i64"
@@ -83,14 +88,22 @@ def compile_cases(act: str) -> list[CompileCase]:
     op = "jfa" if act == "softmax" else f"gdpa {act}"
     cases = []
     for dim in HEAD_DIMS:
-        row = _descriptor(64, dim)
+        row = _head_descriptor(64, dim)
         for name, config in launch.FORWARD.items():
-            step = _descriptor(config.step, dim)
-            cases.append(_case(
-                f"{op} hopper forward d{dim} {name}", launch.forward_kernel,
-                {"q_desc": row, "k_desc": step, "v_desc": step, "o_desc": row},
-                config.constants(dim, group=1, act=act),
-            ))  # fmt: skip
+            step = _head_descriptor(config.step, dim)
+            descriptors = {
+                "k_desc": step,
+                "v_desc": step,
+                **dict.fromkeys(("q_desc", "o_desc"), row),
+            }
+            masks = {"": (False, False)}
+            if config is launch.FORWARD["3x128"]:
+                masks |= {" causal": (False, True), " window": (True, True)}
+            for mask, (left, right) in masks.items():
+                cases.append(_case(
+                    f"{op} hopper forward d{dim} {name}{mask}", launch.forward_kernel, descriptors,
+                    config.constants(dim, group=1, act=act, left=left, right=right),
+                ))  # fmt: skip
         rows, block = _descriptor(64, dim), _descriptor(64, 64)
         loads = {**dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), rows), "rows_desc": _statistics()}
         stores = dict.fromkeys(("dq_desc", "dk_desc", "dv_desc"), rows)

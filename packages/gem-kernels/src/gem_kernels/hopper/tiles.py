@@ -16,10 +16,14 @@ from gem_kernels.schedule import FIELDS, TileShape
 class Tiles:
     """`table` [bound, 8] int32, of which the first `count` [1] int32 rows hold tiles (columns:
     `gem_kernels.schedule.FIELDS`).
+
+    `cursor` [1] int32: how many tiles the programs of a running forward have taken; 0 before and after. So two
+    launches that share a list must not run at the same time.
     """
 
     table: Tensor
     count: Tensor
+    cursor: Tensor
 
 
 @triton.jit
@@ -69,6 +73,7 @@ def build_tiles(
         before_small += tl.where((w_small > work_small) | ((w_small == work_small) & (i < b)), n_small, 0)
     if b == 0:
         tl.store(total, tl.sum(everything, 0) * heads)
+        tl.store(total + 1, 0)
     start_large = tl.sum(before_large, 0) * heads
     start_small = tl.sum(before_small, 0) * heads
     if SHARED:
@@ -117,12 +122,13 @@ def build(
     batch = other_offsets.shape[0] - 1
     device = other_offsets.device
     table = torch.empty(max(shape.bound(own_total, batch, heads), 1), len(FIELDS), dtype=torch.int32, device=device)
-    count = torch.empty(1, dtype=torch.int32, device=device)
+    state = torch.empty(2, dtype=torch.int32, device=device)
     if batch == 0:
-        return Tiles(table, count.zero_())
+        state.zero_()
+        return Tiles(table, state[:1], state[1:])
     build_tiles[(batch,)](
-        own_offsets, other_offsets, table, count, batch, heads,
+        own_offsets, other_offsets, table, state, batch, heads,
         BLOCK=shape.block, CONSUMERS=shape.consumers, STEP=shape.step, SHARED=shared_own,
         CHUNK=min(1024, max(32, triton.next_power_of_2(batch))), num_warps=4,
     )  # fmt: skip
-    return Tiles(table, count)
+    return Tiles(table, state[:1], state[1:])

@@ -20,7 +20,7 @@ __all__ = ["applies", "backward", "compile_cases", "forward"]
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
-    """bfloat16 or float16, head dimension 64 or 128, no mask, no bias, as many key heads as query heads."""
+    """bfloat16 or float16, head dimension a multiple of 8 up to 128, no bias."""
     return support.applies(problem)
 
 
@@ -46,12 +46,12 @@ def forward(
     tiles: the tile list, when one is shared by several calls with the same offsets and configuration; None builds it
         on the GPU.
     """
-    assert bias is None
-    assert max(left, right) < 0, "applies() refuses masks"
+    assert bias is None, "applies() refuses a bias"
     q, scale, _ = _positive(q, scale)
     return launch.forward(
-        q, k, v, q_offsets, k_offsets, max_q, max_k, scale, act="softmax", out_scale=1.0, config=config, tiles=tiles
-    )
+        q, k, v, q_offsets, k_offsets, max_q, max_k, scale,
+        act="softmax", out_scale=1.0, left=left, right=right, config=config, tiles=tiles,
+    )  # fmt: skip
 
 
 def backward(
@@ -61,7 +61,8 @@ def backward(
     *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV and an empty bias gradient; `config=None` lets `launch_backward.choose_backward` decide."""
-    config = config or launch_backward.choose_backward(max_q, max_k)
+    if config is None and support.backward_applies(q, k, left, right):
+        config = launch_backward.choose_backward(max_q, max_k)
     if config is None:
         return triton.backward(
             dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, bias, bias_grad, max_q, max_k, scale, left, right

@@ -1,0 +1,204 @@
+"""The Hopper forward on a Hopper GPU: configurations, masks and head dimensions against float64, awkward lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gem_kernels import dispatch, gdpa, jagged_attention
+from gem_kernels.gdpa.activations import ACTIVATIONS
+from gem_kernels.testing import offsets_of, poisoned, relative_error
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+LQ = [1, 63, 64, 65, 127, 128, 129, 0, 200, 0, 0, 500, 33, 193, 1, 640, 64, 900, 1200]
+LK = [1, 129, 128, 127, 65, 64, 63, 100, 0, 0, 5, 700, 257, 256, 1000, 640, 900, 64, 130]
+FORWARD = ["3x128", "3x128-6", "3x64"]
+MASKS = {"causal": (-1, 0), "left": (100, -1), "window": (130, 5), "narrow": (3, 2), "ahead": (-1, 70), "self": (0, 0)}
+SHARED = 70  # learned queries
+
+
+def dense(q, k, v, lq, lk, scale, act, left=-1, right=-1):
+    """O and LSE sequence by sequence; float64 in, float64 out. Key heads are repeated; q may be shared."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    outs, lses, a, c = [], [], 0, 0
+    for x, y in zip(lq, lk, strict=True):
+        rows = q if q.shape[0] == SHARED else q[a : a + x]
+        s = torch.einsum("qhd,khd->hqk", rows, k[c : c + y]) * scale
+        distance = torch.arange(y, device=q.device) - (torch.arange(x, device=q.device)[:, None] + y - x)
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if left >= 0:
+            hidden |= distance < -left
+        if right >= 0:
+            hidden |= distance > right
+        if act == "softmax":
+            s = s.masked_fill(hidden, float("-inf"))
+            p = s.softmax(-1).masked_fill(hidden, 0.0).nan_to_num(0.0)
+        else:
+            p = ACTIVATIONS[act](s).masked_fill(hidden, 0.0)
+        outs.append(torch.einsum("hqk,khd->qhd", p, v[c : c + y]))
+        lses.append(torch.logsumexp(s, -1).T)
+        a, c = a + x, c + y
+    return torch.cat(outs), torch.cat(lses)
+
+
+def problem(dim=128, dtype=torch.bfloat16, lq=LQ, lk=LK, heads=3, kv_heads=None, seed=0, rows=None):
+    torch.manual_seed(seed)
+    shapes = ((sum(lq) if rows is None else rows, heads), *((sum(lk), kv_heads or heads),) * 2)
+    q, k, v = (torch.randn(*shape, dim, device="cuda", dtype=dtype) for shape in shapes)
+    return q, k, v, offsets_of(lq, "cuda"), offsets_of(lk, "cuda")
+
+
+def check(got, got_lse, out, lse, tolerance=5e-3):
+    assert relative_error(got, out) < tolerance
+    if got_lse is not None:
+        assert torch.equal(got_lse.isneginf(), lse.isneginf())
+        assert (got_lse.double() - lse).nan_to_num(0, 0, 0).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("act", ["softmax", "silu"])
+@pytest.mark.parametrize("name", FORWARD)
+def test_configurations(name, act, dim):
+    from gem_kernels.hopper import launch
+
+    assert set(FORWARD) == set(launch.FORWARD)
+    q, k, v, cq, ck = problem(dim)
+    expected, lse = dense(q.double(), k.double(), v.double(), LQ, LK, dim**-0.5, act)
+    args = (q, k, v, cq, ck, max(LQ), max(LK), dim**-0.5)
+    options = {"act": act, "out_scale": 1.0, "config": launch.FORWARD[name]}
+    with poisoned():
+        got, got_lse = launch.forward(*args, **options)
+    check(got, got_lse if act == "softmax" else None, expected, lse)
+    for _ in range(3):
+        assert torch.equal(got, launch.forward(*args, **options)[0])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("act", ["softmax", "silu"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_and_grouped_heads(mask, act, kv_heads):
+    left, right = MASKS[mask]
+    q, k, v, cq, ck = problem(heads=4, kv_heads=kv_heads)
+    expected, lse = dense(q.double(), k.double(), v.double(), LQ, LK, 0.1, act, left, right)
+    where = (cq, ck, max(LQ), max(LK))
+    with poisoned():
+        if act == "softmax":
+            got, got_lse = jagged_attention(
+                q, k, v, *where, scale=0.1, window=(left, right), return_lse=True, backend="hopper"
+            )
+        else:
+            got, got_lse = (
+                gdpa(q, k, v, *where, activation=act, scale=0.1, window=(left, right), backend="hopper"),
+                None,
+            )
+    check(got, got_lse, expected, lse)
+
+
+@pytest.mark.parametrize("act", ["softmax", "silu"])
+@pytest.mark.parametrize("mask", [None, "causal", "window"])
+def test_learned_queries(mask, act):
+    from gem_kernels.hopper import launch
+
+    left, right = MASKS[mask] if mask else (-1, -1)
+    q, k, v, _, ck = problem(rows=SHARED)
+    expected, lse = dense(q.double(), k.double(), v.double(), [SHARED] * len(LK), LK, 0.1, act, left, right)
+    with poisoned():
+        got, got_lse = launch.forward(
+            q, k, v, None, ck, SHARED, max(LK), 0.1, act=act, out_scale=1.0, left=left, right=right
+        )
+    check(got, got_lse if act == "softmax" else None, expected, lse)
+
+
+@pytest.mark.parametrize("dim", [16, 32, 48, 72, 96, 112])
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_other_head_dimensions(dim, mask):
+    left, right = MASKS[mask] if mask else (-1, -1)
+    q, k, v, cq, ck = problem(dim)
+    expected, lse = dense(q.double(), k.double(), v.double(), LQ, LK, dim**-0.5, "softmax", left, right)
+    with poisoned():
+        got, got_lse = jagged_attention(
+            q, k, v, cq, ck, max(LQ), max(LK), window=(left, right), return_lse=True, backend="hopper"
+        )
+    check(got, got_lse, expected, lse)
+
+
+@pytest.mark.parametrize("dim", [96, 128])
+@pytest.mark.parametrize("act", ["softmax", "gelu"])
+def test_gradients_with_what_only_the_forward_takes(act, dim):
+    """Masks and grouped heads: the backward is another kernel's, on the LSE of this forward."""
+    lq, lk = [130, 0, 70, 5], [130, 40, 20, 0]
+    q, k, v, cq, ck = problem(dim, lq=lq, lk=lk, heads=4, kv_heads=2)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    expected, lse = dense(*wide, lq, lk, 0.1, act, -1, 0)
+    dout = torch.randn(expected.shape, device="cuda", dtype=torch.bfloat16)
+    if act == "softmax":
+        got, got_lse = jagged_attention(
+            *leaves, cq, ck, 130, 130, scale=0.1, causal=True, return_lse=True, backend="hopper"
+        )
+        loss = (got * dout).sum() + got_lse[:64].sum()
+        wanted = (expected * dout.double()).sum() + lse[:64].sum()
+    else:
+        got = gdpa(*leaves, cq, ck, 130, 130, scale=0.1, causal=True, activation=act, backend="hopper")
+        loss, wanted = (got * dout).sum(), (expected * dout.double()).sum()
+    pairs = zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(wanted, wide), strict=True)
+    assert all(relative_error(g, e) < 1e-2 for g, e in pairs)
+
+
+@pytest.mark.parametrize("act", ["softmax", "silu"])
+def test_many_tiles_for_every_program(act):
+    """Far more tiles than programs and all lengths different; one list of tiles serves launch after launch."""
+    from gem_kernels.hopper import launch, tiles
+
+    torch.manual_seed(5)
+    lq, lk = (torch.randint(0, 700, (300,)).tolist() for _ in range(2))
+    q, k, v, cq, ck = problem(lq=lq, lk=lk, heads=4)
+    out, lse = dense(q.double(), k.double(), v.double(), lq, lk, 128**-0.5, act)
+    for config in launch.FORWARD.values():
+        taken = tiles.build(cq, ck, q.shape[0], 4, config.shape)
+        for _ in range(2):
+            with poisoned():
+                got, got_lse = launch.forward(
+                    q, k, v, cq, ck, 700, 700, 128**-0.5, act=act, out_scale=1.0, config=config, tiles=taken
+                )
+            check(got, got_lse if act == "softmax" else None, out, lse)
+            assert taken.cursor.item() == 0
+
+
+def test_strided_heads_and_float16():
+    lengths = [70, 300, 5]
+    torch.manual_seed(1)
+    packed = torch.randn(sum(lengths), 2, 3, 128, device="cuda", dtype=torch.float16)
+    q, k, v = packed.unbind(2)
+    offsets = offsets_of(lengths, "cuda", torch.int32)
+    got, got_lse = jagged_attention(q, k, v, offsets, offsets, 300, 300, return_lse=True, backend="hopper")
+    check(got, got_lse, *dense(q.double(), k.double(), v.double(), lengths, lengths, 128**-0.5, "softmax"), 2e-3)
+
+
+def test_a_cuda_graph_replays_with_other_lengths():
+    total = 900
+    q, k, v, cq, _ = problem(lq=[500, 400, 0], lk=[500, 400, 0])
+
+    def run():
+        out = jagged_attention(q, k, v, cq, cq, total, total, causal=True, backend="hopper")
+        return out + gdpa(q, k, v, cq, cq, total, total, backend="hopper")
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for lengths in ([500, 400, 0], [1, 890, 9], [900, 0, 0], [0, 433, 467]):
+        cq.copy_(offsets_of(lengths, "cuda"))
+        graph.replay()
+        assert torch.equal(out, run())
+
+
+def test_dispatch_prefers_it():
+    q = torch.empty(1, 1, 96, device="cuda", dtype=torch.bfloat16)
+    for features in (("causal", "grouped"), ("window", "return_lse", "shared_q"), ()):
+        assert dispatch.why("jagged_attention", q, features=features).backend == "hopper"
+    assert "bias" in dispatch.why("jagged_attention", q, features=("bias",)).reasons["hopper"]
