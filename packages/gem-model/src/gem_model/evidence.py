@@ -24,7 +24,8 @@ from gem_model.dropout import Dropout
 from gem_model.embed import Rows, pick
 from gem_model.sequence import History, uniform_offsets
 
-SHY = 0.3  # of the usual size of q and k: at first an event's weight depends on little but its time
+SHY = 0.6  # of the usual size of q and k: at first an event's weight depends more on its time than on its kind
+LOUD = 4.0  # of the usual size of v: a table's rows start far smaller than 1, and what an outcome says should not
 
 
 class Evidence(nn.Module):
@@ -97,7 +98,7 @@ class Evidence(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Heads start with different memories: from all of the history to the last few events."""
-        for linear, size in ((self.q, SHY), (self.k, SHY), (self.v, 1.0)):
+        for linear, size in ((self.q, SHY), (self.k, SHY), (self.v, LOUD)):
             nn.init.normal_(linear.weight, std=size / math.sqrt(linear.in_features))
             if linear.bias is not None:
                 linear.bias.zero_()

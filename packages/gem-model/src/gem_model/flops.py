@@ -62,7 +62,7 @@ def unit_flops(
     for layer in range(c.layers):
         parts[f"layers.{layer}"] = _layer(c, inputs, counts, batch, n_in, layer)
         n_in = c.n_tokens
-    per_task = 2 * c.n_tokens * d * c.head_hidden + 2 * c.head_hidden + 2 * wide
+    per_task = 2 * (c.n_tokens * d + wide) * c.head_hidden + 2 * c.head_hidden + 2 * wide
     parts["heads"] = batch * len(inputs.tasks) * per_task
     return parts
 

@@ -19,24 +19,30 @@ from gem_model.names import ByName
 
 
 class Heads(nn.Module):
-    """logit_k = w_k . MLP_k(LN(flatten X)) + u_k . wide + b_k, in float32.
+    """logit_k = w_k . MLP_k([LN(flatten X) || LN(wide)]) + u_k . wide + b_k, the products with w and u in float32.
 
     The dense features and the evidence also reach the logits linearly (the wide part of Wide & Deep): what a logistic
-    regression sees is then learned in a few steps, and the rest of the model learns what it misses.
+    regression sees is then learned in a few steps, and the rest of the model learns what it misses. They enter the
+    hidden layer as they are, too: a number needs no detour through tokens to meet another.
     """
 
     def __init__(self, n_tokens: int, config: GemConfig, inputs: ModelInputs, *, n_wide: int) -> None:
         super().__init__()
         self.tasks = inputs.tasks
         self.norm = nn.LayerNorm(n_tokens * config.width)
-        self.hidden = ByName({task: nn.Linear(n_tokens * config.width, config.head_hidden) for task in inputs.tasks})
+        n_in = n_tokens * config.width + n_wide
+        self.hidden = ByName({task: nn.Linear(n_in, config.head_hidden) for task in inputs.tasks})
         self.dropout = Dropout(config.dropout)
         self.out = ByName({task: nn.Linear(config.head_hidden, 1) for task in inputs.tasks})
         self.wide = nn.Linear(n_wide, len(inputs.tasks), bias=False) if n_wide else None
+        self.wide_norm = nn.LayerNorm(n_wide) if n_wide else None
 
     def forward(self, x: Tensor, wide: Tensor | None) -> Tensor:
         """[B, N, d] and what reaches the logits linearly, [B, n_wide] -> logits [B, K] float32."""
         x = self.norm(x.flatten(1))
+        if self.wide_norm is not None:
+            assert wide is not None
+            x = torch.cat((x, self.wide_norm(wide).to(x.dtype)), dim=1)
         hidden = [self.dropout(F.gelu(self.hidden[task](x))) for task in self.tasks]
         with float32(x.device.type):
             logits = torch.cat([self.out[task](h.float()) for task, h in zip(self.tasks, hidden, strict=True)], dim=1)
