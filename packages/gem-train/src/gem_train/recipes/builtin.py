@@ -14,7 +14,7 @@ def ml100k() -> RunConfig:
     return RunConfig(
         data=DataConfig(source="movielens", batch_size=512, max_history=50),
         inputs=InputsConfig(table_dim=16, exclude=("user",)),  # most test users are not in the training split
-        # Most is learned by the evidence; the towers are narrow, for with 80,000 samples wide ones learn users by heart.
+        # Most is learned by the evidence; the towers are narrow, for wide ones learn 80,000 samples by heart.
         model=GemConfig(
             width=16,
             heads=2,
