@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from gem_kernels import dispatch, gdpa, jagged_attention
 from gem_kernels.gdpa.activations import ACTIVATIONS
 from gem_kernels.testing import offsets_of, poisoned, relative_error
@@ -195,6 +196,55 @@ def test_a_cuda_graph_replays_with_other_lengths():
         cq.copy_(offsets_of(lengths, "cuda"))
         graph.replay()
         assert torch.equal(out, run())
+
+
+def test_other_lengths_compile_nothing_new():
+    from gem_kernels.hopper import launch, tiles
+
+    def compiled():
+        kernels = (launch.forward_kernel, tiles.build_tiles)
+        return [len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()]
+
+    def run(lengths):
+        q, k, v, cq, _ = problem(lq=lengths, lk=lengths, heads=4)
+        longest = max(lengths)
+        jagged_attention(q, k, v, cq, cq, longest, longest, causal=True, scale=0.1, backend="hopper")
+
+    run([500, 3, 64])
+    before = compiled()
+    assert min(before) > 0
+    for lengths in ([1, 1, 1], [16, 128, 0], [700, 2, 33]):
+        run(lengths)
+    assert compiled() == before
+
+
+def test_compiles_without_a_graph_break_for_all_lengths():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def model(q, k, v, offsets, longest):
+        return jagged_attention(q * 2, k, v, offsets, offsets, longest, longest, causal=True, scale=0.1) * 3
+
+    fast = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    counts = []
+    for lengths in ([130, 40, 6], [7, 90], [33, 65, 12, 4]):
+        q, k, v, cq, _ = problem(lq=lengths, lk=lengths, heads=4)
+        assert torch.equal(fast(q, k, v, cq, max(lengths)), model(q, k, v, cq, max(lengths)))
+        counts.append(counter.frame_count)
+    assert counts[1:] == counts[:1] * 2  # the first call may take two: the compiler starts over once for floats
+
+
+def test_one_tensor_as_query_key_and_value_and_expanded_heads():
+    x, _, _, cq, _ = problem(lq=[130, 5], lk=[130, 5], heads=4)
+    out, lse = dense(*(x.double(),) * 3, [130, 5], [130, 5], 0.1, "softmax", -1, 0)
+    where = (cq, cq, 130, 130)
+    got, got_lse = jagged_attention(x, x, x, *where, causal=True, scale=0.1, return_lse=True, backend="hopper")
+    check(got, got_lse, out, lse)
+    shared = x[:, :1].expand(-1, 4, -1)  # a head stride of 0, which TMA cannot follow
+    out, lse = dense(*(shared.double(),) * 3, [130, 5], [130, 5], 0.1, "softmax", -1, 0)
+    got, got_lse = jagged_attention(
+        shared, shared, shared, *where, causal=True, scale=0.1, return_lse=True, backend="hopper"
+    )
+    check(got, got_lse, out, lse)
 
 
 def test_dispatch_prefers_it():
