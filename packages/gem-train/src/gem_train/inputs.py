@@ -29,8 +29,9 @@ def model_inputs(schema: Schema, config: InputsConfig, *, max_history: int) -> M
     for source in schema.source_names if max_history else ():
         shown = [name for name in schema.source_columns(source) if name not in config.exclude]
         ids = tuple((name, name) for name in shown if name in schema.sequence_ids)
-        floats = tuple((name, size) for name, size in schema.sequence_floats.items() if name in shown)
-        sources.append(Source(name=source, ids=ids, floats=floats, max_len=max_history))
+        floats = [(name, size) for name, size in schema.sequence_floats.items() if name in shown]
+        floats += [(name, 1) for name in schema.history_counters if name not in config.exclude]
+        sources.append(Source(name=source, ids=ids, floats=tuple(floats), max_len=max_history))
     sparse = tuple(name for name in schema.sparse if name not in config.exclude)
     used = {*sparse, *(table for source in sources for _, table in source.ids)}
     return ModelInputs(

@@ -116,6 +116,12 @@ class Collator:
                 lists[name] = _jagged(values)
             else:
                 floats[name] = torch.from_numpy(_floats(values, column))
+        if schema.history_counters:
+            events, _ = log.events(index, self.limits[source], source)
+            values = log.counters[events]
+            for i, counter in enumerate(schema.counters):
+                if counter.in_history:
+                    floats[counter.name] = torch.from_numpy(np.ascontiguousarray(values[:, i : i + 1]))
         return JaggedSequence(
             ids=ids,
             floats=floats,

@@ -149,6 +149,9 @@ class Counter:
 
     Where a task is masked (`given`), an event counts neither in N nor in P of rate, residual and affinity.
     An empty key means all events.
+
+    in_history: whether histories show the counter as well, as a float column of one value: what it was when the
+                event's own request was made, so that an outcome can be compared with what was usual then.
     """
 
     name: str
@@ -158,6 +161,7 @@ class Counter:
     over: str | None = None
     against: str | None = None
     prior: float = 10.0
+    in_history: bool | None = None
 
     def __post_init__(self) -> None:
         _name("counter", self.name)

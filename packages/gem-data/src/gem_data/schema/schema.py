@@ -156,6 +156,11 @@ class Schema:
         return {c.name: c.width for c in self._pick(_DENSE, "context", "outcome")}
 
     @property
+    def history_counters(self) -> tuple[str, ...]:
+        """The counters that histories show, a float column of one value each; every source has them."""
+        return tuple(c.name for c in self.counters if c.in_history)
+
+    @property
     def sparse(self) -> tuple[str, ...]:
         """The id and ids columns of the candidate and its user (the user's own id included)."""
         return tuple(c.name for c in self._pick(_IDS, "context", "user"))

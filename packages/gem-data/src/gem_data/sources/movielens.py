@@ -49,8 +49,8 @@ YEARS = (1940, 1950, 1960, 1970, 1980, 1985, 1990, 1992, 1993, 1994, 1995, 1996,
 def schema() -> Schema:
     """Columns, the tasks likes (rating >= 4) and loves (rating = 5), and the streamed counters."""
 
-    def rate(name: str, key: str, task: str) -> Counter:
-        return Counter(name=name, kind="rate", key=(key,), task=task)
+    def rate(name: str, key: str, task: str, *, in_history: bool | None = None) -> Counter:
+        return Counter(name=name, kind="rate", key=(key,), task=task, in_history=in_history)
 
     return Schema(
         name="movielens-100k",
@@ -67,8 +67,8 @@ def schema() -> Schema:
         tasks=(Task(name="likes", column="rating", minimum=4), Task(name="loves", column="rating", equals=5)),
         counters=(
             Counter(name="item_count", kind="count", key=("item",)),
-            rate("item_like_rate", "item", "likes"),
-            rate("item_love_rate", "item", "loves"),
+            rate("item_like_rate", "item", "likes", in_history=True),
+            rate("item_love_rate", "item", "loves", in_history=True),
             Counter(name="user_count", kind="count", key=("user",)),
             rate("user_like_rate", "user", "likes"),
             rate("user_love_rate", "user", "loves"),
