@@ -110,8 +110,15 @@ def activations(c: GemConfig, inputs: ModelInputs, lengths: Mapping[str, float])
     dense_hidden = c.n_dense * d if inputs.dense else 0
     kept = {INPUTS: len(inputs.sparse) * (inputs.table_dim + 2 * d) + 3.0 * dense_hidden}
     for source in inputs.sources:
-        kept[INPUTS] += lengths[source.name] * (2 * source.event_width(inputs.table_dim) + c.of(source.name).width)
+        if source.name in c.sources_of(0, [s.name for s in inputs.sources]):
+            kept[INPUTS] += lengths[source.name] * (2 * source.event_width(inputs.table_dim) + c.of(source.name).width)
     n_in = len(inputs.sparse) + (c.n_dense if inputs.dense else 0)
+    for source in inputs.sources:
+        if c.evidence_heads and inputs.candidate_columns(source):
+            keys_and_values = 2 * c.evidence_heads * c.evidence_dim
+            kept[INPUTS] += lengths[source.name] * (sum(inputs.evidence_widths(source)) + keys_and_values)
+            kept[INPUTS] += c.evidence_heads * (c.evidence_values + 2 * d)
+            n_in += c.evidence_heads
     for layer in range(c.layers):
         present = c.sources_of(layer, [s.name for s in inputs.sources])
         total, n = float(c.n_sum * 5 * d + n_in * d) if present else 0.0, n_in
