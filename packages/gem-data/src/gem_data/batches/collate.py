@@ -37,13 +37,14 @@ def history_limits(schema: Schema, max_history: MaxHistory) -> dict[str, int]:
 class Collator:
     """Collates rows of `log` with histories of at most `max_history` events (one number, or one for each source).
 
-    With `share`, samples of the same user and time share one history (see `JaggedBatch.requests`). Works on the log's
-    memory-mapped columns; calling it copies exactly what the batch holds.
+    With `share`, samples of the same user and time share one history (see `JaggedBatch.requests`). With `scattered` the
+    rows of a batch come from all over the log (see `EventLog.advise`). Works on the log's memory-mapped columns;
+    calling it copies exactly what the batch holds.
     """
 
-    def __init__(self, log: EventLog, *, max_history: MaxHistory, share: bool = False) -> None:
+    def __init__(self, log: EventLog, *, max_history: MaxHistory, share: bool = False, scattered: bool = False) -> None:
         self.limits = history_limits(log.schema, max_history)
-        self.log, self.max_history, self.share = log, max_history, share
+        self.log, self.max_history, self.share, self.scattered = log, max_history, share, scattered
 
     def __call__(self, rows: Any, *, padding: NDArray[np.bool_] | None = None) -> JaggedBatch:
         """The batch of `rows` [B] (indices of the log, in this order, repeats allowed).
@@ -53,6 +54,7 @@ class Collator:
         """
         log, schema = self.log, self.log.schema
         log.require_unchanged()
+        log.advise(scattered=self.scattered)
         index = log.rows(rows)
         real = np.ones(len(index), bool) if padding is None else ~np.asarray(padding, bool)
         labels, mask = log.labels(index)

@@ -145,7 +145,9 @@ class Loader:
                 f"{n} rows do not fill one global batch of {size}; lower batch_size or use drop_last=False"
             )
         self.epoch = self.step = 0
-        self._collate = Collator(log, max_history=config.max_history, share=config.share_requests)
+        self._collate = Collator(
+            log, max_history=config.max_history, share=config.share_requests, scattered=config.shuffle
+        )
         self._order: tuple[int, NDArray[np.int64]] | None = None
         self._cuts: tuple[int, NDArray[np.int64]] | None = None
 
@@ -235,6 +237,8 @@ class Loader:
                 last = step + 1 == count
                 self.epoch, self.step = (epoch + 1, 0) if last else (epoch, step + 1)
                 yield batch
+                if self.config.shuffle:  # now that there is a batch to work on
+                    self.log.read_ahead()
         finally:
             batches.close()
 

@@ -20,6 +20,7 @@ from gem_data.features.streamed import CHUNK, stream_counters
 from gem_data.features.vocabulary import Vocabulary, vocabulary_file
 from gem_data.log.event_log import EventLog
 from gem_data.log.manifest import FORMAT_PARTS, HISTORY_END, MANIFEST, REJECTS, file_digest
+from gem_data.log.maps import Maps
 from gem_data.log.parts import Generation, Part, map_columns
 from gem_data.schema import TIME, Schema
 
@@ -115,16 +116,16 @@ class Finisher:
 def opened(schema: Schema, parts: Records, folder: Path, arrays: Mapping[str, str]) -> EventLog:
     """The parts of an unfinished log, to read from; `schema` without counters."""
     names = [TIME, *(c.name for c in schema.columns), HISTORY_END]
-    mapped, first = [], 0
+    mapped, first, maps = [], 0, Maps()
     for record in parts:
-        columns = map_columns(folder / record["file"], names, record["rows"])
+        columns = map_columns(folder / record["file"], names, record["rows"], maps)
         mapped.append(Part(first=first, rows=record["rows"], columns=columns))
         first += record["rows"]
 
     def stored(name: str) -> Any:
-        return np.load(folder / arrays[name], mmap_mode="r").view(np.ndarray) if name in arrays else None
+        return maps.array(folder / arrays[name]) if name in arrays else None
 
-    generation = Generation(first=0, rows=first, parts=mapped, user=schema.user, stored=stored)
+    generation = Generation(first=0, rows=first, parts=mapped, user=schema.user, stored=stored, maps=maps)
     return EventLog(folder, {"rows": first, "digest": ""}, schema, [generation], [])
 
 

@@ -23,7 +23,8 @@ from gem_data.log.manifest import (
     generations_of,
     read_manifest,
 )
-from gem_data.log.parts import Generation, Watched
+from gem_data.log.maps import Watched, read_ahead
+from gem_data.log.parts import Generation
 from gem_data.log.runs import Runs
 from gem_data.ragged import spans
 from gem_data.schema import TIME, Schema, unknown
@@ -69,6 +70,7 @@ class EventLog:
         self.folder, self.manifest, self.schema = folder, manifest, schema
         self.generations, self._files = generations, files
         self._firsts = np.array([p.first for g in generations for p in g.parts], np.int64)
+        self._reading: bool | None = None
         self._bases = np.array([g.first for g in generations], np.int64)
         names = generations[0].parts[0].columns.keys()
         self._columns = {n: spread([p.columns[n] for g in generations for p in g.parts], self._firsts) for n in names}
@@ -127,6 +129,17 @@ class EventLog:
     def digest(self) -> str:
         """SHA-256 of the events: the same data and the same schema, whatever the folder."""
         return str(self.manifest.get("digest") or self.manifest["files"][EVENTS]["sha256"])
+
+    def advise(self, *, scattered: bool) -> None:
+        """Tell the system whether rows are read all over the log or in order: a hint, which changes speed alone."""
+        for generation in self.generations:
+            generation.maps.advise(scattered=scattered)
+
+    def read_ahead(self) -> bool:
+        """Have the files read in the background, once, if they fit in half of the memory that is free; if they do."""
+        if self._reading is None:
+            self._reading = read_ahead(self._files) is not None
+        return self._reading
 
     def require_unchanged(self) -> None:
         """Raise ValueError if a file of the log was written to since it was opened (a few microseconds a file)."""

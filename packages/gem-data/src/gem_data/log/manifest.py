@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from gem_data.log.maps import Maps
 from gem_data.log.parts import Generation, Part, map_columns
 from gem_data.schema import TIME, Schema
 
@@ -57,27 +57,28 @@ def generations_of(folder: Path, manifest: dict[str, Any], schema: Schema) -> li
         if schema.counters:
             names.append(COUNTERS)
         rows = int(manifest["rows"])
-        part = Part(first=0, rows=rows, columns=map_columns(folder / EVENTS, names, rows))
-        return [Generation(first=0, rows=rows, parts=[part], user=schema.user, stored=lambda _: None)]
+        maps = Maps()
+        part = Part(first=0, rows=rows, columns=map_columns(folder / EVENTS, names, rows, maps))
+        return [Generation(first=0, rows=rows, parts=[part], user=schema.user, stored=lambda _: None, maps=maps)]
     found, first = [], 0
     for record in manifest["generations"]:
-        parts, at = [], first
+        parts, at, maps = [], first, Maps()
         for part_record in record["parts"]:
             rows = int(part_record["rows"])
-            columns = map_columns(folder / part_record["file"], names, rows)
+            columns = map_columns(folder / part_record["file"], names, rows, maps)
             parts.append(Part(first=at, rows=rows, columns=columns))
             at += rows
         arrays = dict(record["arrays"])
 
-        def stored(name: str, arrays: dict[str, str] = arrays) -> NDArray[Any] | None:
+        def stored(name: str, arrays: dict[str, str] = arrays, maps: Maps = maps) -> NDArray[Any] | None:
             if name not in arrays:
                 return None
             try:
-                return np.load(folder / arrays[name], mmap_mode="r").view(np.ndarray)
+                return maps.array(folder / arrays[name])
             except (ValueError, OSError, EOFError) as error:
                 raise ValueError(f"{folder / arrays[name]} is not a readable array of a log: {error}") from None
 
-        found.append(Generation(first=first, rows=at - first, parts=parts, user=schema.user, stored=stored))
+        found.append(Generation(first=first, rows=at - first, parts=parts, user=schema.user, stored=stored, maps=maps))
         first = at
     if first != manifest["rows"]:
         raise ValueError(f"{folder / MANIFEST} says {manifest['rows']} rows, but its parts have {first}")

@@ -6,53 +6,22 @@ are. Generations follow one another in time: what was appended later is strictly
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from gem_data.log.gather import spread
+from gem_data.log.maps import Maps
 from gem_data.ragged import Ragged
 
 Array = Any  # an NDArray, a Ragged or a Spread: all have len, take and [rows]
 Index = NDArray[np.int64]
-
-
-class Watched:
-    """A mapped file that is kept open, to notice when somebody writes into it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: BinaryIO = path.open("rb")
-        self._state = self._look()
-
-    def _look(self) -> tuple[int, int]:
-        state = os.fstat(self._file.fileno())
-        return state.st_size, state.st_mtime_ns
-
-    @property
-    def bytes(self) -> int:
-        """The size when it was opened."""
-        return self._state[0]
-
-    def require_unchanged(self) -> None:
-        """Raise ValueError if the file was written to; reading on could crash the process."""
-        now = self._look()
-        if now != self._state:
-            raise ValueError(
-                f"{self.path} was changed under the memory map ({self._state[0]} bytes before, {now[0]} now): "
-                "logs are never written in place; build it again and open it anew"
-            )
-
-    def __del__(self) -> None:
-        if "_file" in vars(self):  # not where opening it failed
-            self._file.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +33,10 @@ class Part:
     columns: Mapping[str, Array]
 
 
-def map_columns(path: Path, expected: Sequence[str], rows: int) -> dict[str, Array]:
+def map_columns(path: Path, expected: Sequence[str], rows: int, maps: Maps) -> dict[str, Array]:
     """Zero-copy, read-only columns of one Arrow file. Raises ValueError for a file that is not what was written."""
     try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path), "r"))
+        reader = pa.ipc.open_file(pa.py_buffer(maps.file(path)))
         if reader.num_record_batches != 1:
             raise ValueError(f"expected one record batch, found {reader.num_record_batches}")
         batch = reader.get_batch(0)
@@ -116,6 +85,7 @@ class Generation:
     parts: Sequence[Part]
     user: str
     stored: Callable[[str], NDArray[Any] | None]
+    maps: Maps = field(default_factory=Maps)
     _sources: dict[str, Index] = field(default_factory=dict)
 
     @cached_property
