@@ -50,10 +50,13 @@ class OpNames:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._kinds: dict[Any, str] = {}
 
     def next(self, op: Any) -> str:
         """The name of this occurrence."""
-        kind = str(op)
+        kind = self._kinds.get(op)
+        if kind is None:
+            kind = self._kinds[op] = str(op)
         name = f"{kind}#{self._counts[kind]}"
         self._counts[kind] += 1
         return name
