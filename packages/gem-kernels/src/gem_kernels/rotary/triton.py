@@ -26,29 +26,11 @@ __all__ = ["applies", "compile_cases", "forward", "turn", "turns"]
 
 
 @triton.jit
-def _cos_sin(angle):
-    """Both at once, float32, to 1e-7 up to angles of 1e5: whole quarter turns off in three steps of few bits each (Cody
-    and Waite), then the polynomials of Cephes. A fifth of the instructions of the library's, which do not share.
-    """
-    quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
-    r = angle - quarters * 1.5703125
-    r -= quarters * 4.837512969970703e-4
-    r -= quarters * 7.549789948768648e-8
-    u = r * r
-    sin = r + r * u * (u * (u * -1.9515295891e-4 + 8.3321608736e-3) - 1.6666654611e-1)
-    cos = u * u * (u * (u * 2.443315711809948e-5 - 1.388731625493765e-3) + 4.166664568298827e-2) - u * 0.5 + 1.0
-    which = (quarters - tl.floor(quarters * 0.25) * 4.0).to(tl.int32)
-    odd = (which & 1) == 1
-    across, along = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
-    return tl.where(((which + 1) & 2) == 2, -across, across), tl.where((which & 2) == 2, -along, along)
-
-
-@triton.jit
 def turns(position, D: tl.constexpr, DP: tl.constexpr, LOG2_BASE: tl.constexpr):
     """cos and sin of position * base^(-2 i / D), [rows, DP / 2] float32; float64 keeps the frequencies exact."""
     exponent = tl.arange(0, DP // 2).to(tl.float64) * (-2.0 * LOG2_BASE / D)
     angle = position[:, None] * tl.exp2(exponent).to(tl.float32)[None, :]
-    return _cos_sin(angle)
+    return tl.cos(angle), tl.sin(angle)
 
 
 @triton.jit
