@@ -1,5 +1,6 @@
 """The leak self-test finds what it should, and neither GEM nor a baseline leaks when histories are strictly earlier."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -123,6 +124,8 @@ def test_logs_of_gem_data_do_not_leak(tmp_path):
     from gem_data.testing import small_events, small_schema
 
     schema = small_schema()
+    counters = tuple(dataclasses.replace(c, in_history=True) for c in schema.counters)
+    schema = dataclasses.replace(schema, counters=counters)  # seen by the history's events, too
     table = small_events(80).sort_by([("user", "ascending"), ("time", "ascending")])  # the order of a log's rows
     time = torch.tensor(table["time"].to_pylist())
     actions = torch.tensor(table["action"].to_pylist())
@@ -141,16 +144,17 @@ def test_logs_of_gem_data_do_not_leak(tmp_path):
             Source(
                 name=schema.source,
                 ids=tuple((name, name) for name in schema.sequence_ids),
-                floats=tuple(schema.sequence_floats.items()),
+                floats=(*schema.sequence_floats.items(), *((name, 1) for name in schema.history_counters)),
                 max_len=20,
             ),
         ),
         sparse=tuple((name, name) for name in schema.sparse),
         dense=schema.dense_width,
+        dense_columns=tuple(schema.dense_columns.items()),
         tasks=schema.task_names,
     )
     torch.manual_seed(0)
-    model = GEM(preset("tiny"), inputs).eval()
+    model = GEM(preset("tiny", evidence_heads=3), inputs).eval()
     torch.nn.init.normal_(model.heads.wide.weight)  # so that the counters count from the start
     with torch.no_grad():
         assert_no_leak(lambda a: model(batch(a)), time, actions, perturb=lambda a: a % 3 + 1)
