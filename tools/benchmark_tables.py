@@ -21,6 +21,8 @@ def number(value: float | None, digits: int = 0) -> str:
 
 def table(name: str, result: dict[str, Any]) -> str:
     """One result file as a heading, its circumstances and a table."""
+    if result["suite"] == "ladder":
+        return ladder(name, result)
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     ceilings = ", ".join(f"{k} {v:g}" for k, v in result["ceilings"].items())
     peers = sorted({peer for row in result["rows"] for peer in row.get("peers", {})})
@@ -42,6 +44,39 @@ def table(name: str, result: dict[str, Any]) -> str:
             number(row.get("of_copy"), 2), f"{row['error']:.1e}" if row.get("error") is not None else "",
             *(number(row.get("peers", {}).get(peer)) for peer in peers),
         ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ladder(name: str, result: dict[str, Any]) -> str:
+    """What `gem-train ladder` wrote: a line for each rung, with the gain over the first, or why it was not measured."""
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    lengths = result["lengths"]
+    if isinstance(lengths, dict):
+        lengths = ", ".join(f"{source} {how}" for source, how in lengths.items())
+    head = ["rung", "samples/s", "gain", "step ms", "TFLOP/s", "MFU", "local MFU", "GiB", "NE", "same function"]
+    lines = [
+        f"## ladder, {result['recipe']}, {result['devices'] or 1} x {result['card']}, {result['date']}",
+        "",
+        f"[{name}]({name}): commit {(result['commit'] or 'unknown')[:10]}; {versions}. {result['batch_size']} samples a step in "
+        f"{result['accumulate']} part(s), histories {lengths}{', layers recomputed' if result['recompute'] else ''}. {result['peak']}.",
+        f"`{result['command']}`",
+        "",
+        "| " + " | ".join(head) + " |",
+        "| " + " | ".join("---" for _ in head) + " |",
+    ]  # fmt: skip
+    measured = [row for row in result["rows"] if not row["reason"]]
+    for row in result["rows"]:
+        if row["reason"]:
+            cells = [row["rung"], f"not measured: {row['reason']}", *[""] * (len(head) - 2)]
+        else:
+            gain = row["samples_per_s"] / measured[0]["samples_per_s"]
+            shares = ["" if row[key] is None else f"{row[key]:.1%}" for key in ("mfu", "local_mfu")]
+            cells = [
+                row["rung"], number(row["samples_per_s"]), f"{gain:.2f}x", number(row["step_ms"], 1),
+                number(row["tflops"], 1), *shares, number(row["memory_gib"], 1), number(row["ne"], 4),
+                "yes" if row["same_function"] else "no",
+            ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
