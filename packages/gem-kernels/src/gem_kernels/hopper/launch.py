@@ -61,18 +61,16 @@ FORWARD = {
 }
 
 
-def choose_forward(rows_q: float, rows_k: float, max_k: int, softmax: bool, masked: bool) -> ForwardConfig:
+def choose_forward(rows_q: float, rows_k: float, max_k: int, masked: bool) -> ForwardConfig:
     """The configuration for `rows_q` queries and `rows_k` keys on average (docs/notes/hopper-attention.md).
 
-    Steps of 64 keys where they save work at the ends of sequences: short keys, or lengths that differ; the activations
-    do well with 128 from shorter keys on than the softmax, which has more to keep in registers.
+    Steps of 64 keys where they save work at the ends of sequences, short keys of different lengths, and where memory is
+    the bound anyway (learned queries, very short keys); elsewhere 128.
     """
     if masked:
         return FORWARD["3x128"]
-    if min(rows_q, rows_k) <= 64:  # learned queries, very short keys: bound by memory
-        return FORWARD["3x64"]
     ragged = rows_k < 0.75 * max_k
-    return FORWARD["3x64" if ragged and max_k <= (1024 if softmax else 512) else "3x128"]
+    return FORWARD["3x64" if min(rows_q, rows_k) <= 64 or (ragged and max_k <= 512) else "3x128"]
 
 
 @functools.cache
@@ -156,7 +154,7 @@ def forward(
         return out.zero_(), lse.fill_(float("-inf"))
     q, k, v = (x if _addressable(x) else x.contiguous() for x in (q, k, v))
     masked = left >= 0 or right >= 0
-    config = config or choose_forward(total / batch, k.shape[0] / batch, max_k, softmax, masked)
+    config = config or choose_forward(total / batch, k.shape[0] / batch, max_k, masked)
     own = torch.arange(2, device=q.device) * length if q_offsets is None else q_offsets
     if tiles is None:
         tiles = tile_lists.build(own, k_offsets, total, heads, config.shape, shared_own=shared)
