@@ -200,6 +200,14 @@ def test_runs_are_equal_bit_by_bit(device, kind):
         assert torch.equal(a, b)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_programs_with_many_tiles(kind, device):
+    """As many rows as give every program of the backward pass several tiles, whose loads overlap."""
+    compare(operands((40_000, 128), kind, True, True, device, torch.float32), kind, False, "triton", 5e-6)
+
+
 @pytest.mark.parametrize(("kind", "swish"), KINDS)
 def test_gradients_of_the_reference(kind, swish):
     x, r, w, b = operands((3, 5), kind, True, True, "cpu", torch.float64)
