@@ -1,0 +1,192 @@
+"""Write docs/notes/gem-train-walk.md: every command of gem-train once, with what it really printed.
+
+    python tools/walk.py            # a few minutes on two CPU cores
+
+The commands run one after another in an empty folder; a failing one ends the walk. Output is kept as it comes but for
+what is cut (marked by a line of dots), the folder's name and the libraries' warnings about their own affairs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "notes" / "gem-train-walk.md"
+CUT = 34  # lines of a command's output that are shown
+NOISE = re.compile(r"fx_tracing|USDT|^\s*$|emulated on|_announce\(|UserWarning")
+
+SMALL = (
+    "--set data.batch_size=64 --set data.max_history=12 --set train.max_steps=60 --set train.eval_every=30 "
+    "--set train.checkpoint_every=30"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """A paragraph and the commands that it is about."""
+
+    title: str
+    text: str
+    commands: tuple[str, ...]
+    lines: int = CUT
+    code: int = 0
+
+
+WALK = (
+    Stop(
+        title="What is installed, and does it fit together: doctor",
+        text="The exit code says whether the installation can be used.",
+        commands=("gem-train doctor",),
+        lines=60,
+    ),
+    Stop(
+        title="Data: data make, data inspect",
+        text="`data prepare` builds a log of files or of a public data set in the same way.",
+        commands=("gem-train data make --out clicks --set events=8000 --set seed=3", "gem-train data inspect clicks"),
+    ),
+    Stop(
+        title="Recipes and settings: recipes, show, validate",
+        text="A setting that does not exist is refused with the one that was perhaps meant.",
+        commands=(
+            "gem-train recipes",
+            f"gem-train show log --set data.path=clicks {SMALL} --set model.width=16 --set model.layers=1 > mine.toml",
+            "gem-train validate mine.toml",
+        ),
+    ),
+    Stop(
+        title="A mistake",
+        text="Mistakes are one line and exit code 2.",
+        commands=("gem-train run --config mine.toml --set optim.lrate=0.1",),
+        code=2,
+    ),
+    Stop(
+        title="Before training: plan",
+        text="Which layout on a machine that need not be there; FLOPs and lengths are measured on the data.",
+        commands=("gem-train plan --config mine.toml --topology h200-host --gpus 8 --batch 1024",),
+    ),
+    Stop(
+        title="Training: run",
+        text="Plain lines, since this is no terminal. The folder holds all that is needed to understand or repeat it.",
+        commands=("gem-train run --config mine.toml --out runs/one", "ls runs/one"),
+    ),
+    Stop(
+        title="Stop and go on",
+        text="SIGTERM (here at step 20) writes a checkpoint; `--resume` goes on as if nothing had happened.",
+        commands=(
+            "gem-train run --config mine.toml --out runs/two --set optim.lr=3e-3 --set train.max_steps=3000 "
+            "--set train.epochs=99 --set train.eval_every=0 --set optim.ema_decay=0.99 & "
+            "until grep -qs '\"step\": 20,' runs/two/metrics.jsonl; do sleep 0.1; done; kill $!; wait $!",
+            "gem-train run --resume --out runs/two --set train.max_steps=80 --set train.epochs=99",
+        ),
+    ),
+    Stop(
+        title="A stream: progressive validation",
+        text="In order of time each sample is predicted before it is trained on.",
+        commands=(
+            "gem-train run --config mine.toml --out runs/stream --set data.order=time --set train.epochs=1 "
+            "--set optim.schedule=wsd --set train.spike_sigmas=4",
+        ),
+    ),
+    Stop(
+        title="Looking at runs: ls, show",
+        text="",
+        commands=("gem-train ls", "gem-train show runs/two"),
+    ),
+    Stop(
+        title="Figures by slice: eval",
+        text="By any column, and for ids that training has never seen, with bootstrap intervals.",
+        commands=("gem-train eval runs/one --by category --by new:user",),
+        lines=60,
+    ),
+    Stop(
+        title="Is the difference real: diff",
+        text="Both runs on the same draws of users.",
+        commands=("gem-train diff runs/one runs/two",),
+    ),
+    Stop(
+        title="How well the machine is used: bench",
+        text="On a CPU there is no MFU, since nobody states a CPU's peak; on a card in the table there is.",
+        commands=("gem-train bench runs/one --steps 3", "cat runs/one/profile.toml"),
+        lines=40,
+    ),
+    Stop(
+        title="One technique at a time: ladder",
+        text="What this machine can't do is listed with the reason.",
+        commands=("gem-train ladder --config mine.toml --steps 3 --train-steps 20 --out runs/ladder",),
+        lines=40,
+    ),
+    Stop(
+        title="Pages: report",
+        text="One self-contained page for a run or for several.",
+        commands=("gem-train report runs/one --png", "gem-train report runs/one runs/two runs/stream --out all.html",
+                  "ls runs/one/figures"),
+    ),
+    Stop(
+        title="Against baselines: compare",
+        text="GEM and baselines on the same batches, on fewer steps here than one would take.",
+        commands=("gem-train compare --config mine.toml --models gem,logistic,din --seeds 1 --out runs/compare "
+                  "--set train.max_steps=40",),
+    ),
+    Stop(
+        title="Serving: export",
+        text="The scorers need no gem-train.",
+        commands=("gem-train export runs/one --out exported --rows int8", "ls exported"),
+    ),
+)  # fmt: skip
+
+
+def run(command: str, folder: Path, code: int) -> tuple[str, float]:
+    """The command's output, both streams as they come, and how long it took. Raises SystemExit where it fails."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {"OMP_NUM_THREADS": "1", "COLUMNS": "118", "XDG_CACHE_HOME": str(folder / ".cache"), "PATH": path}
+    began = time.perf_counter()
+    done = subprocess.run(
+        ["bash", "-c", f"exec 2>&1; {command}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables, "PYTHONWARNINGS": "ignore"},
+    )
+    seconds = time.perf_counter() - began
+    if done.returncode != code:
+        raise SystemExit(f"$ {command}\n{done.stdout[-3000:]}\nexit code {done.returncode}, expected {code}")
+    return done.stdout.replace(str(folder), "."), seconds
+
+
+def shown(output: str, lines: int) -> str:
+    """At most `lines` lines, the middle cut out, without noise."""
+    kept = [line.rstrip() for line in output.splitlines() if not NOISE.search(line)]
+    if len(kept) > lines:
+        half = lines // 2
+        kept = [*kept[:half], f"... {len(kept) - 2 * half} lines ...", *kept[-half:]]
+    return "\n".join(kept)
+
+
+def main() -> None:
+    """Walk and write the page."""
+    parts = [
+        "# A first walk through gem-train",
+        "Every command once, with what it printed. This page is generated: `python tools/walk.py`.",
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for stop in WALK:
+            parts.append(f"## {stop.title}")
+            parts += [stop.text] if stop.text else []
+            for command in stop.commands:
+                output, seconds = run(command, folder, stop.code)
+                print(f"{seconds:6.1f} s  {command[:100]}", flush=True)
+                text = shown(output, stop.lines)
+                parts.append(f"```text\n$ {command}\n{text}\n```".replace("\n\n```", "\n```"))
+    PAGE.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
