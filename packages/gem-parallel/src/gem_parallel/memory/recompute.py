@@ -62,17 +62,37 @@ class OpNames:
         return name
 
 
+class _Wanted:
+    """Counts the kinds of operators of which some are wanted; the others pass at the cost of one look-up."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+        self._kinds = {name.split("#")[0] for name in names}
+        self._count = OpNames()
+        self._passes: dict[Any, bool] = {}
+
+    def name(self, op: Any) -> str | None:
+        """This occurrence's name when it is wanted."""
+        passes = self._passes.get(op)
+        if passes is None:
+            passes = self._passes[op] = str(op) not in self._kinds or not may_be_kept(op)
+        if passes:
+            return None
+        name = self._count.next(op)
+        return name if name in self.names else None
+
+
 class _Keep(TorchDispatchMode):
     """The forward pass: results of the operators called `names` go into `store`."""
 
     def __init__(self, names: frozenset[str], keeper: Keeper, store: dict[str, Any]) -> None:
         super().__init__()
-        self.names, self.keeper, self.store, self.count = names, keeper, store, OpNames()
+        self.keeper, self.store, self.wanted = keeper, store, _Wanted(names)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
-        name = self.count.next(op)
-        if name in self.names and may_be_kept(op):
+        name = self.wanted.name(op)
+        if name is not None:
             kept = tree_map(lambda t: self._kept(t) if isinstance(t, torch.Tensor) else t, out)
             self.store[name] = (kept, _shapes(args), _random_state(op, out))
         return out
@@ -94,14 +114,14 @@ class _Entry:
 class _Reuse(TorchDispatchMode):
     """The recomputation: what is in `store` is handed out, once."""
 
-    def __init__(self, keeper: Keeper, store: dict[str, Any]) -> None:
+    def __init__(self, names: frozenset[str], keeper: Keeper, store: dict[str, Any]) -> None:
         super().__init__()
-        self.keeper, self.store, self.count = keeper, store, OpNames()
+        self.keeper, self.store, self.wanted = keeper, store, _Wanted(names)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = self.count.next(op)
-        found = self.store.pop(name, None)
-        if found is None:
+        name = self.wanted.name(op)
+        found = self.store.pop(name, None) if name is not None else None
+        if name is None or found is None:
             return op(*args, **(kwargs or {}))
         kept, shapes, random = found
         if shapes != _shapes(args):
@@ -132,7 +152,7 @@ def recompute(
     def contexts() -> tuple[Any, Any]:
         if not names:  # nothing to look for, and dispatch modes cost the host time
             return nullcontext(), nullcontext()
-        return _Keep(names, keeper, store), _Reuse(keeper, store)
+        return _Keep(names, keeper, store), _Reuse(names, keeper, store)
 
     held = _Inputs(args, kwargs, keeper) if keeper.works else None
     if held is None:
