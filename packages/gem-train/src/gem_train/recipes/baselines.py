@@ -23,6 +23,8 @@ _CALM = (  # models without evidence over-fit MovieLens-100K in the second epoch
     "optim.weight_decay=0.3",
     "optim.sparse_lr=0.05",
     "optim.ema_decay=none",
+    "optim.schedule=cosine",
+    "optim.sparse_schedule=cosine",
     "train.epochs=2",
 )
 
