@@ -187,14 +187,18 @@ class Loader:
 
     def global_rows(self, epoch: int, step: int) -> NDArray[np.int64]:
         """The rows of a global batch, without padding."""
+        return self._ordered(epoch, *self._bounds(epoch, step))
+
+    def _bounds(self, epoch: int, step: int) -> tuple[int, int]:
+        """The positions of a global batch within its epoch."""
         steps = self._steps(epoch)
         if not 0 <= step < steps:
             raise ValueError(f"step {step} is outside an epoch of {steps} steps")
         if self.config.budget is not None:
             cuts = self._epoch_cuts(epoch)
-            return self._ordered(epoch, int(cuts[step]), int(cuts[step + 1]))
+            return int(cuts[step]), int(cuts[step + 1])
         size = self.config.batch_size
-        return self._ordered(epoch, step * size, min((step + 1) * size, len(self._rows)))
+        return step * size, min((step + 1) * size, len(self._rows))
 
     def _ordered(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """The rows at positions [start, stop) of an epoch."""
@@ -209,17 +213,20 @@ class Loader:
 
     def local_rows(self, epoch: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """This rank's share of a global batch: rows [local_batch_size] and which of them are padding."""
+        if self.config.budget is None and self.config.balance == "none":  # no need to know what the others take
+            start, stop = self._bounds(epoch, step)
+            first = start + self.rank * self.local_batch_size
+            at = np.arange(first, first + self.local_batch_size)
+            rows = self._ordered(epoch, min(first, stop - 1), min(first + self.local_batch_size, stop))
+            return rows[np.minimum(at - first, len(rows) - 1)], at >= stop
         rows = self.global_rows(epoch, step)
         if self.config.budget is not None:
             chosen = deal(costs_of(self._collate, self.config, rows), self.world)[self.rank]
             if len(chosen) == 0:  # fewer samples than ranks; this one still takes part in the step
                 return rows[:1], np.ones(1, bool)
             return rows[chosen], np.zeros(len(chosen), bool)
-        if self.config.balance != "none":
-            share = balanced(self._collate, self.config, rows, self.rank, self.world)
-            return share, np.zeros(len(share), bool)
-        at = np.arange(self.rank * self.local_batch_size, (self.rank + 1) * self.local_batch_size)
-        return rows[np.minimum(at, len(rows) - 1)], at >= len(rows)
+        share = balanced(self._collate, self.config, rows, self.rank, self.world)
+        return share, np.zeros(len(share), bool)
 
     def batch(self, epoch: int, step: int) -> JaggedBatch:
         """This rank's batch at a position, wherever the loader stands."""
