@@ -27,7 +27,7 @@ def table(name: str, result: dict[str, Any]) -> str:
     ceilings = ", ".join(f"{k} {v:g}" for k, v in result["ceilings"].items())
     peers = sorted({peer for row in result["rows"] for peer in row.get("peers", {})})
     units = ", ".join(sorted({row.get("unit", "tflops") for row in result["rows"]}))
-    head = ["case", "op", "pass", "variant", "ms", "TFLOP/s", "GB/s", "of GEMM", "of copy", "error", *peers]
+    head = ["case", "op", "pass", "variant", "ms", "TFLOP/s", "GB/s", "of GEMM", "of copy", "CPU us", "error", *peers]
     lines = [
         f"## {result['suite']}, {result['card']}, {result['date']}",
         "",
@@ -41,7 +41,8 @@ def table(name: str, result: dict[str, Any]) -> str:
         cells = [
             f"{row['case']} (d{row['head_dim']})", row["op"], row["pass"], row["variant"], number(row["ms"], 3),
             number(row.get("tflops")), number(row.get("gbps")), number(row.get("of_gemm"), 2),
-            number(row.get("of_copy"), 2), f"{row['error']:.1e}" if row.get("error") is not None else "",
+            number(row.get("of_copy"), 2), number(row.get("host_us")),
+            f"{row['error']:.1e}" if row.get("error") is not None else "",
             *(number(row.get("peers", {}).get(peer)) for peer in peers),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
