@@ -366,6 +366,27 @@ def test_gradients_with_fp8_activations_are_within_five_percent(policy, block):
     assert any(not torch.equal(a, b) for a, b in zip(expected[3:], got[3:], strict=True))
 
 
+def test_a_plan_reckons_with_what_is_stored():
+    """With FP8 the same budget in bytes keeps more, so that less is computed again."""
+    plans = {}
+    for quantise in ("none", "fp8"):
+        model = stack(dropout=0.0)
+        config = MemoryConfig(
+            policy="regions", budget_gib=200 / 2**20, quantise=quantise, quantise_min_kib=1, exclude=("*norm*",)
+        )
+        regions = Regions(model, ["0", "1", "2"], config)
+        for seed in range(MEASURED_STEPS + 1):
+            train_step(model, seed, regions)
+        plans[quantise] = regions.plan
+        assert regions.plan.kept <= 200 * 1024
+    whole = {name: sum(row.whole for row in plan.regions) for name, plan in plans.items()}
+    assert 0.25 < whole["fp8"] / whole["none"] < 0.6  # norms keep theirs in float32
+    assert plans["none"].seconds > 0
+    assert all(row.point.names is None for row in plans["fp8"].regions)  # all fits
+    keeper = Keeper(Fp8Quantiser(), min_bytes=100, offload_bytes=10_000)
+    assert [keeper.size(torch.empty(n)) for n in (8, 100, 10_000)] == [32, 100, 0]
+
+
 def test_what_is_quantised():
     kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
 

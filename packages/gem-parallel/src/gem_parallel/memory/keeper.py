@@ -85,6 +85,14 @@ class Keeper:
         self._known[key] = (StorageWeakRef(storage), weakref.ref(kept, lambda _: self._known.pop(key, None)))
         return kept
 
+    def size(self, tensor: torch.Tensor) -> int:
+        """Bytes that stay on the device when `tensor` is packed, for a plan."""
+        if self._exact or not self._eligible(tensor):
+            return tensor.nbytes
+        if self.offload_bytes and tensor.nbytes >= self.offload_bytes:
+            return 0
+        return int(tensor.numel() * getattr(self.quantiser, "bits", 8.0) / 8)
+
     def unpack(self, kept: Any) -> torch.Tensor:
         """The tensor again: a copy that nothing but the caller holds, unless it was left alone."""
         if not isinstance(kept, _Kept):

@@ -50,7 +50,7 @@ class MemoryPlan:
 
     @property
     def kept(self) -> int:
-        """Bytes of all regions between forward and backward, before quantisation."""
+        """Bytes of all regions between forward and backward, on the device (quantised where that is asked for)."""
         return sum(row.point.kept for row in self.regions)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -21,6 +22,14 @@ from gem_parallel.memory.allocate import Option, hull
 from gem_parallel.memory.recompute import Function, OpNames, may_be_kept, watched
 
 POINTS = 16  # of a curve
+
+Size = Callable[[torch.Tensor], int]
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """A tensor's own bytes."""
+    return tensor.nbytes
+
 
 _BYTES: dict[Any, Callable[..., float]] = {}
 
@@ -79,9 +88,9 @@ class OpCost:
 class Recorder(TorchDispatchMode):
     """Times every operator that runs inside; with `machine` given, counts instead (fake tensors will do)."""
 
-    def __init__(self, machine: Machine | None = None) -> None:
+    def __init__(self, machine: Machine | None = None, size: Size = bytes_of) -> None:
         super().__init__()
-        self._machine = machine
+        self._machine, self._size = machine, size
         self._count = OpNames()
         self._rows: list[
             tuple[str, Any, int, Any, bool]
@@ -105,7 +114,7 @@ class Recorder(TorchDispatchMode):
         tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         keep = may_be_kept(op) and bool(tensors)
         version = [(watched(t), t._version) for t in tensors] if keep and self._machine is None else []
-        self._rows.append((name, took, sum(t.nbytes for t in tensors), version, keep))
+        self._rows.append((name, took, sum(map(self._size, tensors)), version, keep))
         return out
 
     def costs(self) -> list[OpCost]:
@@ -201,19 +210,21 @@ def _thin(points: list[Point]) -> list[Point]:
     return [points[i] for i in sorted(chosen)]
 
 
-def tensor_bytes(tree: Any) -> int:
+def tensor_bytes(tree: Any, size: Size = bytes_of) -> int:
     """Bytes of the tensors in a pytree, each storage once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _plain_tensors(tree)}.values())
+    return sum({t.untyped_storage()._cdata: _bytes(t, size) for t in _plain_tensors(tree)}.values())
 
 
-def count_saved(function: Function, args: Any, kwargs: Any, module: nn.Module) -> int:
+def count_saved(function: Function, args: Any, kwargs: Any, module: nn.Module, size: Size = bytes_of) -> int:
     """Bytes that autograd would save of `function(*args, **kwargs)` beside `module`'s parameters and buffers.
+
+    `size` says what a tensor takes; where it is less than the tensor's own bytes (packed), views count by themselves.
 
     The forward runs, but what it saves is dropped at once: it needs no more memory than an evaluation. Generators are
     left as they were.
     """
     own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers()) if _has_storage(t)}
-    found: dict[int, int] = {}
+    found: dict[tuple[Any, ...], int] = {}
     alive: list[Any] = []  # storages must not be freed while their addresses are compared
 
     def pack(tensor: torch.Tensor) -> None:
@@ -221,9 +232,11 @@ def count_saved(function: Function, args: Any, kwargs: Any, module: nn.Module) -
 
         if _has_storage(tensor) and tensor.untyped_storage()._cdata not in own and not _is_weight(tensor):
             storage = tensor.untyped_storage()
-            if storage._cdata not in found:
-                found[storage._cdata] = storage.nbytes()
-                alive.append(torch.multiprocessing.reductions.StorageWeakRef(storage))
+            packed = size(tensor) < tensor.nbytes
+            key = (storage._cdata, tensor.storage_offset(), tuple(tensor.shape)) if packed else (storage._cdata,)
+            if key not in found:
+                found[key] = _bytes(tensor, size)
+                alive.append(StorageWeakRef(storage))
 
     def unpack(nothing: None) -> torch.Tensor:
         raise AssertionError("a counting pass has no backward")
@@ -232,6 +245,12 @@ def count_saved(function: Function, args: Any, kwargs: Any, module: nn.Module) -
     with torch.random.fork_rng(list(devices)), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         function(*args, **kwargs)
     return sum(found.values())
+
+
+def _bytes(tensor: torch.Tensor, size: Size) -> int:
+    """Of a packed tensor its own bytes, of another the storage that it keeps alive."""
+    own = size(tensor)
+    return own if own < tensor.nbytes else tensor.untyped_storage().nbytes()
 
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:

@@ -14,8 +14,9 @@ FP8_MAX = 448.0  # of float8_e4m3fn
 class Quantiser(Protocol):
     """Turns a floating-point tensor into something smaller, and back into a tensor of its shape and dtype.
 
-    `pack` returns whatever `unpack` understands; its tensors must not alias the input. `nbytes` of the packed form
-    serves reports.
+    `pack` returns whatever `unpack` understands; its tensors must not alias the input, and it has `nbytes`. A plan
+    reckons with `bits` per element (8 where the quantiser does not say). What is to wait in host memory needs
+    `tensors()` and `with_tensors(...)`, as Fp8Tensor has.
     """
 
     def pack(self, tensor: torch.Tensor) -> Any:

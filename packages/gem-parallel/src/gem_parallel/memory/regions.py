@@ -23,7 +23,7 @@ from gem_parallel.dense.containers import register_dataclasses
 from gem_parallel.memory import compiled
 from gem_parallel.memory.keeper import Keeper
 from gem_parallel.memory.plan import MemoryPlan, make_plan
-from gem_parallel.memory.profile import Curve, Point, Recorder, count_saved, curve, tensor_bytes
+from gem_parallel.memory.profile import Curve, Point, Recorder, bytes_of, count_saved, curve, tensor_bytes
 from gem_parallel.memory.quantise import Fp8Quantiser, Quantiser
 from gem_parallel.memory.recompute import Function, recompute
 
@@ -179,12 +179,13 @@ class Regions:
             if counts:
                 self._measure_compiled(name, module, function, args, kwargs)
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
-        recorder = Recorder()
-        saved = count_saved(function, args, kwargs, module) if counts else 0
+        size = self.keeper.size if self.keeper.works else bytes_of
+        recorder = Recorder(size=size)
+        saved = count_saved(function, args, kwargs, module, size) if counts else 0
         out = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (recorder, nullcontext()), **kwargs)
         costs = recorder.costs()
         if counts:
-            self.curves[name] = curve(name, costs, tensor_bytes((args, kwargs)), saved)
+            self.curves[name] = curve(name, costs, tensor_bytes((args, kwargs), size), saved)
         return out
 
     def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
