@@ -52,7 +52,15 @@ def test_the_parser_alone_imports_nothing_but_the_standard_library():
 
 
 @pytest.mark.parametrize(
-    "arguments", [("recipes",), ("show", "ml100k"), ("run", "--help"), ("data", "prepare", "--help")]
+    "arguments",
+    [
+        ("recipes",),
+        ("show", "ml100k"),
+        ("run", "--help"),
+        ("data", "prepare", "--help"),
+        ("bench", "--help"),
+        ("ladder", "--help"),
+    ],
 )
 def test_light_commands_import_no_torch(arguments):
     assert probe(*arguments)[1] == "[]"
@@ -134,7 +142,7 @@ def test_other_packages_can_register_recipes(monkeypatch):
     broken = EntryPoint(name="broken", value="no_such_module:recipe", group=recipes.GROUP)
     wrong = EntryPoint(name="wrong", value="builtins:dict", group=recipes.GROUP)
     monkeypatch.setattr(recipes, "entry_points", lambda group: [point, broken, wrong])
-    assert recipes.names() == ["broken", "log", "ml100k", "ours", "synthetic", "wrong"]
+    assert recipes.names() == ["broken", "large", "log", "ml100k", "ours", "synthetic", "wrong"]
     assert recipes.load("ours").recipe == "ours"
     with pytest.raises(ValueError, match="no_such_module"):
         recipes.load("broken")
@@ -155,6 +163,28 @@ def test_doctor_examines_this_installation(capsys):
     assert found["devices"][0].startswith("cpu")
     assert main(["doctor"]) == code
     assert "Verdicts" in capsys.readouterr().out
+
+
+def test_doctor_judges_disk_and_limits(capsys):
+    from gem_train.doctor import judge, limits
+
+    found = limits()
+    assert found["free_bytes"]["here"] > 0
+    assert found["open_files"] != 0
+    short = {**found, "free_bytes": {"here": 5 << 20}, "open_files": 64, "file_size": 4096}
+    bad = {v["what"]: v["says"] for v in judge(short) if not v["good"]}
+    assert set(bad) == {"disk (here)", "open files", "file size"}
+    assert "0.0 GiB free in" in bad["disk (here)"]
+    assert "expected 256 or more (ulimit -n)" in bad["open files"]
+    plenty = {
+        **found,
+        "free_bytes": {"here": 1 << 40},
+        "open_files": found["unlimited"],
+        "file_size": found["unlimited"],
+    }
+    assert all(v["good"] for v in judge(plenty))
+    main(["doctor"])
+    assert "link " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch import nn
 
 from gem_train import data as data_source
 from gem_train.config import OptimConfig, RunConfig
+from gem_train.config.named import function
 from gem_train.data import Data
 from gem_train.errors import UserError, user_errors
 from gem_train.events import Events
@@ -34,9 +35,18 @@ from gem_train.run_dir import RunDir
 from gem_train.trainer import Parts, Trainer
 
 
-def build_gem(config: RunConfig, inputs: ModelInputs) -> Ranker:
-    """The model that a run trains unless it is told another."""
-    return GEM(config.model, inputs)
+def build_model(config: RunConfig, inputs: ModelInputs) -> Ranker:
+    """GEM, or what the configuration names in its place."""
+    if config.build is None:
+        return GEM(config.model, inputs)
+    model: Ranker = function(config.build)(config, inputs)
+    missing = [name for name in ("units", "init_bias", "init_dense") if not hasattr(model, name)]
+    if not isinstance(model, nn.Module) or missing:
+        raise TypeError(
+            f"build: {config.build} returned a {type(model).__name__}; expected a torch.nn.Module with units(), "
+            f"init_bias() and init_dense() (see gem_model.ranker.Ranker)"
+        )
+    return model
 
 
 def assemble(
@@ -46,7 +56,7 @@ def assemble(
     *,
     events: Events,
     progress: Progress,
-    build: Callable[[RunConfig, ModelInputs], Ranker] = build_gem,
+    build: Callable[[RunConfig, ModelInputs], Ranker] = build_model,
 ) -> tuple[Data, Trainer]:
     """Put the whole system together for one run.
 

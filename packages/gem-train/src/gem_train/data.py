@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gem_data.build.in_memory
@@ -34,6 +35,8 @@ from gem_parallel import Runtime
 from numpy.typing import NDArray
 
 from gem_train.config import DataConfig
+from gem_train.config.named import function
+from gem_train.config.places import cache_folder
 from gem_train.config.tree import suggest
 
 CHUNK = 8192  # rows read at a time where the whole training split is passed over
@@ -85,6 +88,8 @@ def open_data(config: DataConfig, runtime: Runtime) -> Data:
         return _opened(Path(config.path), config, "log", ())
     notes: tuple[str, ...] = ()
     source: str = config.source
+    if source == "own" and config.load is not None:
+        function(config.load)  # on every rank, so that a name that is wrong is wrong everywhere
     folder, missing = _together(runtime, source, lambda: build(config, source))
     if folder is None and config.fallback:
         notes = (f"SYNTHETIC DATA instead of {source}, which could not be had: {missing}",)
@@ -103,11 +108,19 @@ def build(config: DataConfig, source: str) -> Path:
     The folder's name depends on the source's configuration and on the code that makes and builds the events, so that
     a log which other code would build otherwise is never mistaken for this one.
     """
-    module, options = (movielens, {}) if source == "movielens" else (synthetic, dataclasses.asdict(config.synthetic))
+    module: ModuleType
+    options: dict[str, Any] = {}
+    if source == "own":
+        assert config.load is not None
+        module, options = sys.modules[function(config.load).__module__], {"load": config.load}
+    elif source == "movielens":
+        module = movielens
+    else:
+        module, options = synthetic, dataclasses.asdict(config.synthetic)
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
     for code in (module, gem_data.build.in_memory, gem_data.features.counters):
         key.update(Path(str(code.__file__)).read_bytes())
-    folder = cache_folder(config) / f"{source}-{key.hexdigest()[:16]}"
+    folder = cache_folder(config.cache) / f"{source}-{key.hexdigest()[:16]}"
     if not folder.exists():
         table, schema = _load(config, source)
         try:
@@ -116,13 +129,6 @@ def build(config: DataConfig, source: str) -> Path:
             if not folder.exists():
                 raise
     return folder
-
-
-def cache_folder(config: DataConfig) -> Path:
-    """Where built logs are kept."""
-    if config.cache is not None:
-        return Path(config.cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gem-train"
 
 
 def loader(data: Data, part: str, config: DataConfig, runtime: Runtime, *, seed: int = 0) -> Loader:
@@ -185,6 +191,13 @@ def base_rates(data: Data) -> list[float]:
 
 
 def _load(config: DataConfig, source: str) -> tuple[pa.Table, Schema]:
+    if source == "own":
+        assert config.load is not None
+        table, schema = function(config.load)()
+        if not (isinstance(table, pa.Table) and isinstance(schema, Schema)):
+            kinds = f"{type(table).__name__} and {type(schema).__name__}"
+            raise TypeError(f"load: {config.load} returned {kinds}; expected an Arrow table and a gem_data.Schema")
+        return table, schema
     if source == "movielens":
         return movielens.load(movielens.fetch(config.cache))
     return synthetic.load(config.synthetic)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib
 import json
 import platform
+import resource
+import shutil
+from pathlib import Path
 from typing import Any
 
 from gem_train import recipes
+from gem_train.config.places import cache_folder
 from gem_train.run_dir import LIBRARIES, PACKAGES, version
 
 # torch pins triton; fbgemm 1.X is built for torch 2.(X + 5).
 TRITON_OF_TORCH = {(2, 11): (3, 6), (2, 13): (3, 7), (2, 14): (3, 8)}
 FBGEMM_BEHIND_TORCH = 5
+LEAST_FREE = {"here": 2 << 30, "cache": 1 << 30, "shared_memory": 64 << 20}  # bytes
+LEAST_FILES = 256
 
 
 def examine() -> dict[str, Any]:
@@ -28,7 +34,10 @@ def examine() -> dict[str, Any]:
         "recipes": recipes.names(),
     }
     importable = all(v["good"] for v in verdicts if v["what"] in ("torch", "gem_kernels"))
+    findings["limits"] = limits()
+    verdicts += judge(findings["limits"])
     findings["devices"] = _devices() if importable else []
+    findings["links"] = _links() if importable else []
     findings["kernels"] = _kernels() if importable else []
     findings["healthy"] = all(v["good"] for v in verdicts)
     return findings
@@ -69,6 +78,45 @@ def match(versions: dict[str, str | None]) -> list[dict[str, Any]]:
     return verdicts
 
 
+def limits() -> dict[str, Any]:
+    """What the system gives a process: bytes of disk and shared memory that are free, and open files."""
+    places = {"here": Path.cwd(), "cache": _existing(cache_folder()), "shared_memory": Path("/dev/shm")}
+    free = {name: shutil.disk_usage(p).free for name, p in places.items() if p.exists()}
+    return {
+        "free_bytes": free,
+        "places": {name: str(path) for name, path in places.items()},
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "file_size": resource.getrlimit(resource.RLIMIT_FSIZE)[0],
+        "unlimited": resource.RLIM_INFINITY,
+    }
+
+
+def judge(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Whether that is enough for a run: checkpoints on the disk, batches in shared memory, a file for each column."""
+    verdicts = []
+    for name, least in LEAST_FREE.items():
+        if name in found["free_bytes"]:
+            free, where = found["free_bytes"][name], found["places"][name]
+            says = f"{free / 2**30:.1f} GiB free in {where}" + (
+                "" if free >= least else f", expected {least / 2**30:.2f} GiB or more"
+            )
+            verdicts.append(_verdict(f"disk ({name})", free >= least, says))
+    files = found["open_files"]
+    enough = files == found["unlimited"] or files >= LEAST_FILES
+    says = f"{files} open files at once" + ("" if enough else f", expected {LEAST_FILES} or more (ulimit -n)")
+    verdicts.append(_verdict("open files", enough, says))
+    if found["file_size"] != found["unlimited"]:
+        verdicts.append(
+            _verdict("file size", False, f"no file may be larger than {found['file_size']:,} bytes (ulimit -f)")
+        )
+    return verdicts
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder of `path` that is there."""
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
 def render(findings: dict[str, Any], *, as_json: bool = False) -> str:
     """The findings for a person, or as JSON."""
     if as_json:
@@ -78,6 +126,7 @@ def render(findings: dict[str, Any], *, as_json: bool = False) -> str:
     lines += ["", "Verdicts"]
     lines += [f"  {'ok ' if v['good'] else 'BAD'} {v['says']}" for v in findings["verdicts"]]
     lines += ["", "Devices"] + [f"  {device}" for device in findings["devices"] or ["unknown: torch can't be imported"]]
+    lines += [f"  {line}" for line in findings["links"]]
     lines += ["", "Kernels (which backend runs, and what was considered)"]
     lines += [f"  {k['operator']:<18} {k['device']:<5} {k['backend']:<10} {k['why']}" for k in findings["kernels"]]
     lines += ["", f"Recipes: {', '.join(findings['recipes']) or 'none; reinstall gem-train'}"]
@@ -106,6 +155,18 @@ def _devices() -> list[str]:
         p = torch.cuda.get_device_properties(i)
         names.append(f"cuda:{i}: {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}")
     return names
+
+
+def _links() -> list[str]:
+    """The tiers of links that the planner would assume, and where each number comes from."""
+    from gem_parallel import Topology
+
+    found = Topology.detect()
+    tiers = [
+        f"link {t.name}: {t.size} device(s), {t.bandwidth_gbps:g} GB/s one way, {t.latency_us:g} us"
+        for t in found.tiers
+    ]
+    return tiers + [f"  {note}" for note in found.notes]
 
 
 def _kernels() -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ from gem_model.ranker import Ranker
 from gem_parallel import PeerLostError, Runtime, start
 
 from gem_train import sinks
-from gem_train.assemble import assemble, build_gem, describe
+from gem_train.assemble import assemble, build_model, describe
 from gem_train.config import RunConfig
 from gem_train.data import Data, without_history
 from gem_train.errors import PeerLost, UserError, user_errors
@@ -57,7 +57,7 @@ def execute(
     out: str | Path | None = None,
     *,
     resume: bool = False,
-    build: Callable[[RunConfig, ModelInputs], Ranker] = build_gem,
+    build: Callable[[RunConfig, ModelInputs], Ranker] = build_model,
 ) -> Outcome:
     """Train, test and report `config` in the folder `out` (None: runs/<recipe>-<timestamp>); `build` as in `assemble`.
 
@@ -113,6 +113,9 @@ def export(run: RunDir, out: str | Path, *, rows_as: str = "float32") -> dict[st
     """
     from gem_train.exporting import export as write
 
+    own = run.read_config().build
+    if own is not None:
+        raise UserError(f"only GEM can be exported, whose parts the scorer knows; the model of {run.path} is {own}")
     with reopened(run) as (data, trainer):
         if trainer.runtime.world > 1:
             raise UserError("export runs in one process, without torchrun; it reads the checkpoints of any number")

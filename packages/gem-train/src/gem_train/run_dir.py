@@ -89,7 +89,8 @@ class RunDir:
         if not self.config_file.exists():
             raise UserError(f"cannot resume {self.path}: it has no config.toml, so it is not a run folder")
         before = self.read_config()
-        changed = [
+        changed = [f"build: {before.build} -> {config.build}"] if before.build != config.build else []
+        changed += [
             line
             for section in ("data", "inputs", "model")
             for line in differences(getattr(before, section), getattr(config, section), section)

@@ -101,6 +101,8 @@ def on_device(runtime: Runtime) -> Callable[[RunConfig, ModelInputs], Ranker]:
 
 @contextlib.contextmanager
 def _job(config: RunConfig) -> Iterator[Runtime]:
+    if config.build is not None:
+        raise UserError(f"only GEM is measured, whose FLOPs are known; this configuration's model is {config.build}")
     with user_errors("start"):
         runtime = start(config.train.device, config.train.timeout_s)
     with runtime, quiet(runtime):

@@ -23,8 +23,10 @@ class DataConfig:
 
     Args:
         source: "movielens" (the 100K ratings, a positive is a rating of 4 or 5), "synthetic" (impressions with a known
-            optimal NE), or "log" (a folder that gem_data built).
+            optimal NE), "log" (a folder that gem_data built), or "own" (what `load` brings).
         path: the folder, for source="log".
+        load: "package.module:function" of yours, for source="own": it takes no argument and returns an Arrow table of
+            events and their gem_data.Schema. The log is built once, and again when the module's text changes.
         samples: the source of the schema whose events are the samples, where some events are history alone (searches);
             None is every event, and "impressions" for a synthetic log with searches.
         cache: where built logs and downloads are kept; None is $XDG_CACHE_HOME/gem-train or ~/.cache/gem-train.
@@ -41,8 +43,9 @@ class DataConfig:
         synthetic: the make-up of the synthetic source.
     """
 
-    source: Literal["movielens", "synthetic", "log"] = "synthetic"
+    source: Literal["movielens", "synthetic", "log", "own"] = "synthetic"
     path: str | None = None
+    load: str | None = None
     samples: str | None = None
     cache: str | None = None
     fallback: bool = True
@@ -60,6 +63,10 @@ class DataConfig:
         if (self.source == "log") != (self.path is not None):
             raise ValueError(
                 f"path is {self.path!r} with source={self.source!r}; it is needed for 'log' and only there"
+            )
+        if (self.source == "own") != (self.load is not None):
+            raise ValueError(
+                f"load is {self.load!r} with source={self.source!r}; it is needed for 'own' and only there"
             )
         for name in ("batch_size", "eval_batch_size"):
             at_least(name, getattr(self, name), 1)
@@ -194,9 +201,14 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that decides a run. `recipe` is the name that it was made from; it names the run folder."""
+    """Everything that decides a run. `recipe` is the name that it was made from; it names the run folder.
+
+    `build` is "package.module:function" of yours, in the place of GEM: it takes this configuration and the
+    gem_model.ModelInputs, and returns a module with the methods of `gem_model.ranker.Ranker`.
+    """
 
     recipe: str = "custom"
+    build: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
     inputs: InputsConfig = field(default_factory=InputsConfig)
     model: GemConfig = field(default_factory=GemConfig)
