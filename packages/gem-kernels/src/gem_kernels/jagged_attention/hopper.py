@@ -13,10 +13,10 @@ from torch import Tensor
 from gem_kernels.dispatch import Problem
 from gem_kernels.hopper import launch, launch_backward, support
 from gem_kernels.hopper.tiles import Tiles
-from gem_kernels.jagged_attention import triton
+from gem_kernels.jagged_attention import triton, window
 from gem_kernels.tiling import CompileCase
 
-__all__ = ["applies", "backward", "compile_cases", "forward"]
+__all__ = ["applies", "backward", "by_default", "compile_cases", "forward"]
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
@@ -24,9 +24,14 @@ def applies(problem: Problem) -> tuple[bool, str]:
     return support.applies(problem)
 
 
+def by_default(problem: Problem) -> tuple[bool, str]:
+    """What of that has run on a card."""
+    return support.by_default(problem)
+
+
 def compile_cases() -> list[CompileCase]:
-    """Every kernel configuration that may be picked."""
-    return support.compile_cases("softmax")
+    """Every kernel configuration that may be picked, and the kernels for narrow windows."""
+    return support.compile_cases("softmax") + window.compile_cases()
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
