@@ -8,9 +8,11 @@ FP8 payload; its ratio is the first step time over the row's, and its exposed ti
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from gem_parallel.comm.payload import Fp8Payload
 from gem_parallel.comm.windows import Ring
 from gem_parallel.config import CommConfig
 from gem_parallel.dense.units import set_prefetch
+from gem_parallel.planning.topology import Topology
 from gem_parallel.runtime import Runtime, start
 
 
@@ -50,6 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--parts", nargs="+", default=["collectives", "ladder"], choices=("collectives", "ladder"))
+    parser.add_argument("--profile", help="JSON for the planner (Profile.read), written by rank 0")
     parser.add_argument("--out", help="JSON file, written by rank 0")
 
 
@@ -64,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
             good &= ladder(args, runtime, rows)
         if args.out and runtime.is_main:
             write(args.out, "comm", rows, world=runtime.world)
+        if args.profile and runtime.is_main:
+            Path(args.profile).write_text(json.dumps(profile(rows, runtime), indent=1) + "\n", encoding="utf-8")
         runtime.barrier("the end of the benchmark")
     return 0 if good else 1
 
@@ -99,6 +105,29 @@ def collectives(args: argparse.Namespace, runtime: Runtime, rows: list[dict[str,
                 args, runtime, rows, f"reduce-scatter, {name}", mib, solo, *_scatter_call(comm, shard // 2, runtime)
             )
     return good
+
+
+def profile(rows: list[dict[str, Any]], runtime: Runtime) -> dict[str, Any]:
+    """What the planner reads: the backend's own collectives, and what a product beside an all-gather loses."""
+    kinds = {"all-gather, default": "all_gather", "reduce-scatter, default": "reduce_scatter"}
+    ours = [row for row in rows if row["op"] in kinds]
+    found: dict[str, Any] = {
+        "source": f"python -m gem_parallel.bench comm on {runtime.world} x {runtime.device.type}",
+        "collectives": [
+            {
+                "tier": Topology.detect(runtime.device.type).tiers[0].name,
+                "kind": kinds[row["op"]],
+                "size": runtime.world,
+                "bytes": row["bytes"],
+                "ms": row["ms"],
+            }
+            for row in ours
+        ],
+    }
+    beside = [row["gemm"] for row in ours if row["gemm"] == row["gemm"]]  # nan on a CPU
+    if beside:
+        found["slowdown"] = min(0.99, max(0.0, 1 - min(beside)))
+    return found
 
 
 def _gather_call(comm: Any, shard: int, runtime: Runtime) -> tuple[Callable[[], Any], float, int]:
@@ -154,7 +183,15 @@ def _row(
     ms = _timed(call, runtime, args.repeats) if right else float("nan")
     beside = _beside(args, runtime, call, ms) / solo if solo and right else float("nan")
     rows.append(
-        {"case": f"{mib} MiB", "op": name, "pass": "forward", "ms": ms, "gbps": nbytes / ms / 1e6, "gemm": beside}
+        {
+            "case": f"{mib} MiB",
+            "op": name,
+            "pass": "forward",
+            "ms": ms,
+            "bytes": nbytes * runtime.world // max(1, runtime.world - 1),
+            "gbps": nbytes / ms / 1e6,
+            "gemm": beside,
+        }
     )
     _say(
         runtime,

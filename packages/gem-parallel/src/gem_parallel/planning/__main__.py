@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("topology", type=Path, help="TOML of a Topology")
     parser.add_argument("--batch", type=int, required=True, help="samples per device")
     parser.add_argument("--world", type=int, help="devices; all of the topology by default")
-    parser.add_argument("--profile", type=Path, help="TOML or JSON of a measured Profile")
+    parser.add_argument("--profile", type=Path, nargs="+", default=[], help="TOML or JSON files of a measured Profile")
     parser.add_argument(
         "--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES, help="table strategies; v2 is inexact"
     )
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Topology.from_toml(args.topology),
             args.batch,
             world=args.world,
-            profile=Profile.read(args.profile) if args.profile else None,
+            profile=Profile.read(*args.profile) if args.profile else None,
             strategies=args.strategies,
         )
     except NothingFitsError as error:

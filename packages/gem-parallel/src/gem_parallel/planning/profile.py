@@ -109,22 +109,34 @@ class Profile:
         return replace(self, units=self.units + _fit_units(units), links=self.links + _fit_links(collectives))
 
     @classmethod
-    def read(cls, path: str | Path) -> Profile:
-        """Read a TOML or JSON file (by its ending): keys of this class, measurements as the module describes.
+    def read(cls, *paths: str | Path) -> Profile:
+        """Read TOML or JSON files (by their endings): keys of this class, measurements as the module describes.
+
+        Measurements of several files are joined; of a key that several have, the last one's value holds.
 
         Raises:
             ValueError: an unknown key or a value out of range, naming the file.
         """
-        path = Path(path)
+        values: dict[str, Any] = {}
+        units: list[Any] = []
+        collectives: list[Any] = []
+        sources = []
+        for path in map(Path, paths):
+            try:
+                text = path.read_text(encoding="utf-8")
+                data: dict[str, Any] = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+                units += data.pop("units", ())
+                collectives += data.pop("collectives", ())
+                sources.append(str(data.pop("source", path)))
+                values |= data
+                cls(**data)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}: not a profile: {error}") from error
         try:
-            if path.suffix == ".json":
-                data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            else:
-                data = tomllib.loads(path.read_text(encoding="utf-8"))
-            units, collectives = data.pop("units", ()), data.pop("collectives", ())
-            return cls(**{"source": str(path), **data}).measured(units=units, collectives=collectives)
+            found = cls(**values, source="; ".join(sources) or "assumed")
+            return found.measured(units=units, collectives=collectives)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: not a profile: {error}") from error
+            raise ValueError(f"{', '.join(map(str, paths))}: not a profile: {error}") from error
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Profile:
