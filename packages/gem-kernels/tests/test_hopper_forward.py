@@ -247,8 +247,10 @@ def test_one_tensor_as_query_key_and_value_and_expanded_heads():
     check(got, got_lse, out, lse)
 
 
-def test_dispatch_prefers_it():
-    q = torch.empty(1, 1, 96, device="cuda", dtype=torch.bfloat16)
-    for features in (("causal", "grouped"), ("window", "return_lse", "shared_q"), ()):
+def test_dispatch_prefers_it_where_it_has_run():
+    q = torch.empty(1, 1, 128, device="cuda", dtype=torch.bfloat16)
+    for features in (("causal", "window"), ("return_lse", "shared_q"), ()):
         assert dispatch.why("jagged_attention", q, features=features).backend == "hopper"
     assert "bias" in dispatch.why("jagged_attention", q, features=("bias",)).reasons["hopper"]
+    assert dispatch.why("jagged_attention", q, "hopper", ("grouped",)).backend == "hopper"
+    assert "asked for by name" in dispatch.why("jagged_attention", q, features=("grouped",)).reasons["hopper"]
