@@ -147,7 +147,7 @@ def _choose(problem: Problem, backend: str | None, interpret: bool) -> Choice:
         able, reasons[name] = applies(problem)
         if able and name != REFERENCE:
             implementation, _ = _find(problem.op, name)
-            if hasattr(implementation, "by_default"):
+            if implementation is not None and hasattr(implementation, "by_default"):
                 able, reasons[name] = implementation.by_default(problem)
         if able:
             if name == REFERENCE and problem.device.type == "cuda":
