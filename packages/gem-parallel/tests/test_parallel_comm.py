@@ -255,6 +255,35 @@ def test_a_fallback_is_said_once_and_explained(tmp_path):
 # --- payloads
 
 
+class BrokenWindow:
+    def __init__(self, nbytes, group, device):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no fabric\nhandle")
+
+    def barrier(self):
+        pass
+
+
+def without_windows(runtime, folder):
+    pretend(folder)
+    apply.CudaWindow = BrokenWindow
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        errors, parallel = compare(runtime, ParallelConfig(comm=BOTH, table_sharding="row_wise"), steps=2)
+    return errors, [str(w.message) for w in caught if "because" in str(w.message)], parallel.why()
+
+
+def test_a_window_that_cannot_be_made_on_one_rank_is_given_up_on_all(tmp_path):
+    for errors, said, why in run_ranks(2, __file__, "without_windows", tmp_path, tmp_path / "windows"):
+        assert max(errors.values()) < 1e-5
+        reason = "no copy engine: a window could not be made: RuntimeError: no fabric handle"
+        assert said == [
+            f"parameters' all-gather: default, because {reason}",
+            f"gradients' reduce-scatter: default, because {reason}",
+        ]
+        assert why.count(reason) == 2
+
+
 class RoundToBf16:
     """A payload of which one process can compute the same: rounding knows no shards."""
 

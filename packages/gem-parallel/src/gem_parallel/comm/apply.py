@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,20 @@ class Collectives:
         """What a group has; a test may say otherwise."""
         return detect(group, device=self.runtime.device.type, hosts=self._hosts)
 
+    def _tried(self, group: Any) -> Capabilities:
+        """The same, after a small window has been made where windows are wanted; all ranks hear of a failure."""
+        has = self.capabilities(group)
+        wanted = choose_all_gather(self.config, has).how == "copy engine"
+        wanted |= choose_reduce_scatter(self.config, has).how == "copy engine"
+        error = ""
+        if wanted:
+            try:
+                self._make(16, group, self.runtime.device).barrier()
+            except Exception as caught:  # the driver's, the allocator's or NCCL's
+                error = f"{type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
+        errors = [found for found in self.runtime.gather(error, "a first window") if found]
+        return replace(has, broken=errors[0]) if errors else has
+
     def install(self, units: Iterable[nn.Module], payload: Payload | None = None) -> None:
         """Give every FSDP unit its collectives. Called by all ranks together, before the first step."""
         for unit in units:
@@ -65,7 +80,7 @@ class Collectives:
             unit.set_force_sum_reduction_for_comms(True)
 
     def _make_pair(self, group: Any, payload: Payload | None) -> tuple[Any, Any]:
-        has = self.capabilities(group)
+        has = self._tried(group)
         gather, reduce = choose_all_gather(self.config, has), choose_reduce_scatter(self.config, has)
         how: Any = None
         if gather.how == "copy engine":
@@ -104,7 +119,7 @@ class Collectives:
 
     def table_gather(self, group: Any) -> Callable[[], TableGather]:
         """What gathers the tables of "v3" over `group`: a maker, called once for every kernel."""
-        choice = choose_all_gather(self.config, self.capabilities(group), "tables' all-gather")
+        choice = choose_all_gather(self.config, self._tried(group), "tables' all-gather")
         self.add(choice)
         if choice.how == "copy engine":
             return lambda: CopyEngineTableGather(group, self._make)

@@ -25,6 +25,7 @@ class Capabilities:
         multicast: whether the fabric reduces in its switches (NVLink SHARP), and the environment lets it.
         nccl: NCCL's version.
         symmetric: whether this torch has symmetric memory.
+        broken: why a window could not be made although nothing seemed to be missing.
         nccl_windows: whether FSDP can gather through NCCL's own copy-engine path (`set_symm_mem_for_comm`), for which
             the process group must have been made with the zero-CTA policy.
     """
@@ -37,6 +38,7 @@ class Capabilities:
     multicast: bool = False
     nccl: tuple[int, ...] = ()
     symmetric: bool = False
+    broken: str = ""
     nccl_windows: bool = False
 
 
@@ -131,7 +133,7 @@ def _misses_copy_engine(has: Capabilities) -> str:
         return "the cards do not reach one another's memory"
     if not has.symmetric:
         return "this torch has no symmetric memory"
-    return ""
+    return f"a window could not be made: {has.broken}" if has.broken else ""
 
 
 def _no_switch(has: Capabilities) -> str:
@@ -157,7 +159,11 @@ def detect(group: Any, *, device: str, hosts: list[str]) -> Capabilities:
     if device != "cuda":
         return Capabilities(device=device, size=len(ranks), one_host=one_host)
     mine, count = torch.cuda.current_device(), torch.cuda.device_count()
-    peers = one_host and all(torch.cuda.can_device_access_peer(mine, i) for i in range(count) if i != mine)
+    peers = (
+        one_host
+        and count >= len(ranks)
+        and all(torch.cuda.can_device_access_peer(mine, i) for i in range(count) if i != mine)
+    )
     nccl: Any = torch.cuda.nccl.version()
     from torch.distributed.fsdp import FSDPModule
 
