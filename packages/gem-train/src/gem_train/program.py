@@ -91,7 +91,7 @@ def write(model: GEM, inputs: ModelInputs, batch: JaggedBatch, path: Path, *, ma
         flat |= {f"floats.{source}.{c}": t for c, t in sequence.floats.items()}
         flat |= {f"time.{source}": sequence.time, f"offsets.{source}": sequence.offsets}
     wanted = names(inputs)
-    example = tuple(flat[name] for name in wanted)
+    example = tuple(flat[name].clone() for name in wanted)  # of views, the program would look at the base as well
     free: Sequence[dict[int, Any]] = tuple({0: torch.export.Dim.AUTO} for _ in example)
     program = torch.export.export(Dense(model, inputs, max_len).eval(), example, dynamic_shapes=(free,), strict=False)
     torch.export.save(program, path)
