@@ -154,6 +154,10 @@ def test_bench_from_the_command_line_and_what_the_planner_reads(cache, tmp_path,
     profile = Profile.from_toml(out / "profile.toml")
     assert profile.tflops == found["profile"]["tflops"] > 0
     assert profile.unit_us > 0
+    layer = next(u for u in found["units"] if u["name"] == "layers.0")
+    fitted = profile.unit("layers.0")
+    assert fitted.seconds(16, backward=False) == pytest.approx(layer["forward_s"], rel=0.2)
+    assert main(["plan", "--config", str(file), "--profile", str(out / "profile.toml"), "--gpus", "1"]) == 0
     assert "gem-train bench tiny on cpu" in profile.source
     assert "local MFU 41.0%" in render({**found, "mfu": {**found["mfu"], "local": 0.41}})
 

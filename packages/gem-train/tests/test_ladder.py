@@ -174,7 +174,8 @@ def test_a_rung_that_fails_or_is_missing_is_stepped_over_with_its_reason(cache):
     assert rows[0]["ne"] is None
 
 
-def test_ladder_from_the_command_line(cache, tmp_path, capsys):
+def test_ladder_from_the_command_line(cache, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gem_train.run_dir.commit", lambda: "abc")  # a checkout may change between two calls
     file, out = tmp_path / "tiny.toml", tmp_path / "ladder"
     file.write_text(to_toml(tiny_config(cache, "model.dropout=0")))
     options = ["--steps", "1", "--warm-up", "1", "--repeats", "1", "--train-steps", "3", "--fill", "events=9"]

@@ -35,8 +35,8 @@ from gem_train.run_dir import RunDir
 from gem_train.trainer import Parts, Trainer
 
 
-def build_model(config: RunConfig, inputs: ModelInputs) -> Ranker:
-    """GEM, or what the configuration names in its place."""
+def build_gem(config: RunConfig, inputs: ModelInputs) -> Ranker:
+    """GEM, or the model that the configuration names in its place."""
     if config.build is None:
         return GEM(config.model, inputs)
     model: Ranker = function(config.build)(config, inputs)
@@ -56,7 +56,7 @@ def assemble(
     *,
     events: Events,
     progress: Progress,
-    build: Callable[[RunConfig, ModelInputs], Ranker] = build_model,
+    build: Callable[[RunConfig, ModelInputs], Ranker] = build_gem,
 ) -> tuple[Data, Trainer]:
     """Put the whole system together for one run.
 

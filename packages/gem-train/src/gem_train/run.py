@@ -19,7 +19,7 @@ from gem_model.ranker import Ranker
 from gem_parallel import PeerLostError, Runtime, start
 
 from gem_train import sinks
-from gem_train.assemble import assemble, build_model, describe
+from gem_train.assemble import assemble, build_gem, describe
 from gem_train.config import RunConfig
 from gem_train.data import Data, without_history
 from gem_train.errors import PeerLost, UserError, user_errors
@@ -57,7 +57,7 @@ def execute(
     out: str | Path | None = None,
     *,
     resume: bool = False,
-    build: Callable[[RunConfig, ModelInputs], Ranker] = build_model,
+    build: Callable[[RunConfig, ModelInputs], Ranker] = build_gem,
 ) -> Outcome:
     """Train, test and report `config` in the folder `out` (None: runs/<recipe>-<timestamp>); `build` as in `assemble`.
 

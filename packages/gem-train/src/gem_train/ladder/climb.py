@@ -76,6 +76,8 @@ def climb(
         row: dict[str, Any] = {"rung": rung.name, "what": rung.what, "same_function": rung.same}
         here = override(config, stand.settings)
         reason = rung.missing(here, runtime)
+        if options.recompute and here.parallel.memory.works:
+            reason = "--recompute has its own way of keeping activations"
         if options.names and rung.name not in options.names:
             below = below if rung.aside or reason else stand
             reached[rung.name] = below
@@ -83,7 +85,7 @@ def climb(
         began = time.perf_counter()
         if not reason:
             try:
-                row |= speed(stand, here)
+                row |= speed(stand, here, max(options.warm_up, rung.warm_up))
                 if options.train_steps:
                     speed.close()
                     with _trainer(stand, here, runtime, options) as trainer:
@@ -113,11 +115,10 @@ class _Speed:
         self._settings: tuple[str, ...] | None = None
         self._held = contextlib.ExitStack()
 
-    def __call__(self, stand: Stand, config: RunConfig) -> dict[str, Any]:
+    def __call__(self, stand: Stand, config: RunConfig, warm_up: int) -> dict[str, Any]:
         options = self.options
         trainer = self._at(stand, config)
-        count = options.warm_up + options.steps
-        times = time_steps(trainer, batches(trainer, options.fill, count), warm_up=options.warm_up)
+        times = time_steps(trainer, batches(trainer, options.fill, warm_up + options.steps), warm_up=warm_up)
         peak = trainer.parts.peak.peak
         row = {
             "operators": asdict(stand.operators),

@@ -30,6 +30,7 @@ class Rung:
         compile: whether the interleaved layers go through torch.compile.
         on: the rung that it stands on, where that is not the one before.
         aside: the next rung goes on from the one before this, not from this.
+        warm_up: steps that it needs before it is timed, where those of the call are fewer.
         same: whether it computes the same function as the first rung, up to rounding.
         missing: why it can't be measured here, or "".
     """
@@ -41,6 +42,7 @@ class Rung:
     compile: bool = False
     on: str | None = None
     aside: bool = False
+    warm_up: int = 0
     same: bool = True
     missing: Check = lambda config, runtime: ""
 
@@ -89,6 +91,12 @@ def _fp8(config: RunConfig, runtime: Runtime) -> str:
 
 def _several(config: RunConfig, runtime: Runtime) -> str:
     return "" if runtime.world > 1 else "needs several ranks: with one there is nothing to balance (torchrun)"
+
+
+def _cards(config: RunConfig, runtime: Runtime) -> str:
+    if runtime.device.type != "cuda":
+        return "needs cards that reach one another's memory; these ranks are on CPUs"
+    return "" if runtime.world > 1 else "needs several cards: one has nothing to gather"
 
 
 def never(reason: str) -> Check:
@@ -169,11 +177,33 @@ RUNGS = (
         same=False,
     ),
     Rung(name="FP8 attention", what="Q, K, V, P in FP8", missing=never("gem-kernels has no FP8 attention")),
-    Rung(name="AutoAC", what="activation checkpointing by a budget per region",
-         missing=never("gem-parallel has no recomputation planner")),
-    Rung(name="activation quantisation", what="kept activations in FP8",
-         missing=never("gem-lowprec does not quantise what is kept for the backward pass")),
-    Rung(name="BBS", what="sub-batches dealt to the ranks by cost", settings=("data.balance=bbs",), missing=_several),
-    Rung(name="SM-free collectives", what="all-gathers by copy engines",
-         missing=never("gem-parallel has no copy-engine collectives")),
-)  # fmt: skip
+    Rung(
+        name="AutoAC",
+        what="layers recomputed where that costs least, half of their activations kept",
+        settings=("parallel.memory.policy=regions", "parallel.memory.budget=0.5"),
+        on="norm fusions",
+        warm_up=4,
+    ),
+    Rung(
+        name="activation quantisation",
+        what="what is kept between the passes in FP8, on top of AutoAC (gradients become approximate)",
+        settings=("parallel.memory.quantise=fp8",),
+        on="AutoAC",
+        warm_up=4,
+        aside=True,
+        same=False,
+    ),
+    Rung(
+        name="BBS",
+        what="sub-batches dealt to the ranks by cost",
+        settings=("data.balance=bbs",),
+        on="norm fusions",
+        missing=_several,
+    ),
+    Rung(
+        name="SM-free collectives",
+        what="parameters gathered by copy engines, on top of BBS",
+        settings=("parallel.comm.all_gather=copy_engine",),
+        missing=_cards,
+    ),
+)

@@ -193,6 +193,16 @@ def profile(
         "tflops": sum(u.flops for u in units) / sum(u.seconds for u in units) / 1e12,
         "unit_us": statistics.median(u.forward_s for u in one) * 1e6,
         "lookup_efficiency": min(1.0, share),
+        "units": [
+            {
+                "name": u.name,
+                "batch": size,
+                "forward_ms": u.forward_s * 1e3,
+                "backward_ms": max(0.0, u.seconds - u.forward_s) * 1e3,
+            }
+            for size, times in ((1, one), (batch.batch_size, units))
+            for u in times
+        ],
         "source": f"gem-train bench {trainer.config.recipe} on {_device_name(device)}",
     }
 
