@@ -63,7 +63,9 @@ def test_a_run_of_everything_and_values_of_no_bytes():
 @pytest.mark.parametrize("grown", [False, True])
 @pytest.mark.parametrize("rich", [False, True])
 def test_batches_do_not_depend_on_how_histories_are_copied(tmp_path, monkeypatch, rich, grown):
-    schema = dataclasses.replace(rich_schema() if rich else small_schema(), sources=())
+    schema = rich_schema() if rich else small_schema()
+    shown = tuple(dataclasses.replace(c, in_history=True) for c in schema.counters)
+    schema = dataclasses.replace(schema, sources=(), counters=shown)
     make = rich_events if rich else small_events
     if grown:
         prepare(from_table(make(300), schema), tmp_path / "log", part_rows=60)
@@ -87,6 +89,9 @@ def test_batches_do_not_depend_on_how_histories_are_copied(tmp_path, monkeypatch
         there, here = getattr(gathered, part), getattr(copied, part)
         assert there.keys() == here.keys()
         assert all(there[k].equal(here[k]) for k in there)
+    events, _ = log.events(rows, 7)
+    for i, counter in enumerate(shown):
+        assert copied.floats[counter.name][:, 0].tolist() == log.counters[events][:, i].tolist()
     for name, lists in gathered.lists.items():
         assert lists.values.equal(copied.lists[name].values)
         assert lists.offsets.equal(copied.lists[name].offsets)

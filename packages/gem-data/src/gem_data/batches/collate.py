@@ -119,8 +119,7 @@ class Collator:
             else:
                 floats[name] = torch.from_numpy(_floats(values, column))
         if schema.history_counters:
-            events, _ = log.events(index, self.limits[source], source)
-            values = log.counters[events]
+            values = log.take_counters(plan)
             for i, counter in enumerate(schema.counters):
                 if counter.in_history:
                     floats[counter.name] = torch.from_numpy(np.ascontiguousarray(values[:, i : i + 1]))
@@ -153,7 +152,7 @@ class Collator:
             dense[:, at : at + width] = _floats(log.take(name, plan), schema.column(name))
             at += width
         if schema.counters:
-            dense[:, at:] = log.counters[index]
+            dense[:, at:] = log.take_counters(plan)
         return dense
 
 

@@ -170,8 +170,13 @@ class EventLog:
             return np.empty((len(self), 0), np.float32)
         if COUNTERS in self._columns:
             return self._columns[COUNTERS]
-        arrays = [g.stored("counters") for g in self.generations]
-        return spread([empty if a is None else a for a in arrays], self._bases)
+        arrays = []
+        for generation in self.generations:
+            stored = generation.stored("counters")
+            for part in generation.parts:  # one file for all of them, shown as they are, so that plans fit
+                at = part.first - generation.first
+                arrays.append(empty if stored is None else stored[at : at + part.rows])
+        return spread(arrays, self._firsts)
 
     @property
     def user_offsets(self) -> NDArray[np.int64]:
@@ -211,10 +216,11 @@ class EventLog:
 
     def take(self, name: str, plan: Plan | Runs) -> Array:
         """The rows of `plan` of a column: [B] or [B, size], or Ragged."""
-        column = self._columns[name]
-        if isinstance(plan, Runs):
-            return plan.take(column)
-        return column.take_plan(plan) if isinstance(column, Spread) else column.take(plan.pieces[0][2], axis=0)
+        return _taken(self._columns[name], plan)
+
+    def take_counters(self, plan: Plan | Runs) -> NDArray[np.float32]:
+        """The rows of `plan` of the counters: [B, C]."""
+        return _taken(self.counters, plan)
 
     @cached_property
     def vocabularies(self) -> dict[str, Vocabulary]:
@@ -347,6 +353,12 @@ class EventLog:
         plan = self.plan(self.rows(rows))
         needed = {t.column for t in self.schema.tasks}
         return label_arrays(self.schema, {name: self.take(name, plan) for name in needed})
+
+
+def _taken(column: Array, plan: Plan | Runs) -> Array:
+    if isinstance(plan, Runs):
+        return plan.take(column)
+    return column.take_plan(plan) if isinstance(column, Spread) else column.take(plan.pieces[0][2], axis=0)
 
 
 def _bisect(times: Array, low: Array, high: Array, bound: Array) -> Array:
