@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from gem_kernels import flops
 from gem_kernels.bench import __main__ as bench
 from gem_kernels.bench import cases, suite
 from gem_kernels.dispatch import Problem
@@ -182,7 +183,53 @@ def small() -> suite.Problem:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: suite.Problem) -> torch.Tensor:
-    return jagged_attention(q, k, v, *p.where, backend="reference")
+    return jagged_attention(q, k, v, *p.where, bias=p.bias, window=p.case.window, backend="reference")
+
+
+@pytest.mark.parametrize("options", [{"window": (-1, 0)}, {"window": (3, 1)}, {"bias": True}, {"dim": 24}])
+def test_the_gate_knows_masks_bias_and_head_dimensions(options) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    case = cases.Case("small", np.array([5, 0, 40, 9]), np.array([7, 3, 40, 2]), **options)
+    p = suite.Problem.make(case, None, torch.device("cpu"))
+    assert p.q.shape[2] == options.get("dim", cases.DIM)
+    variant = suite._by_autograd(lambda *x: attend(*x, p), (p.q, p.k, p.v), p.dout)
+    assert max(suite.gate(p, {"right": variant}, ("forward", "backward")).values()) < suite.TOLERANCE
+    if max(case.window) >= 0:
+        wrong = suite._by_autograd(
+            lambda *x: jagged_attention(*x, *p.where, backend="reference"), (p.q, p.k, p.v), p.dout
+        )
+        with pytest.raises(RuntimeError, match="wrong forward is wrong"):
+            suite.gate(p, {"wrong": wrong}, ("forward",))
+        seen = sum(
+            int((~suite._hidden(torch.zeros(1, q, k), case.window)).sum()) for q, k in zip(case.q, case.k, strict=True)
+        )
+        assert seen == flops.pairs(case.q, case.k, window=case.window).sum()
+
+
+def test_the_baseline_is_gdpa() -> None:
+    script = BASELINE
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+BASELINE = """
+import torch
+from gem_kernels import gdpa, interpreter
+from gem_kernels.bench import baseline
+from gem_kernels.testing import offsets_of, relative_error
+interpreter.install()
+torch.manual_seed(0)
+lq, lk = [70, 0, 5], [33, 4, 0]
+q, k, v, dout = (torch.randn(sum(n), 2, 16) for n in (lq, lk, lk, lq))
+where = offsets_of(lq), offsets_of(lk), 70, 33
+wide = [x.double().requires_grad_() for x in (q, k, v)]
+expected = gdpa(*wide, *where, activation="silu", scale=0.3, backend="reference")
+assert relative_error(baseline.forward(q, k, v, *where, "silu", 0.3), expected) < 1e-5
+grads = torch.autograd.grad(expected, wide, dout.double())
+for got, wanted in zip(baseline.backward(dout, q, k, v, *where, "silu", 0.3), grads):
+    assert relative_error(got, wanted) < 1e-5
+"""
 
 
 def test_the_gate_lets_a_right_kernel_through() -> None:

@@ -217,7 +217,8 @@ def _hidden(s: Tensor, window: tuple[int, int]) -> Tensor:
 
 def _poison(device: torch.device) -> None:
     """Leave NaN in the memory that the next allocations get."""
-    blocks = [torch.full((2**n,), float("nan"), device=device) for n in range(28, 8, -1)]
+    largest = 28 if device.type == "cuda" else 16
+    blocks = [torch.full((2**n,), float("nan"), device=device) for n in range(largest, 8, -1)]
     del blocks
 
 
