@@ -55,17 +55,19 @@ def ladder(name: str, result: dict[str, Any]) -> str:
     lengths = result["lengths"]
     if isinstance(lengths, dict):
         lengths = ", ".join(f"{source} {how}" for source, how in lengths.items())
+    commit = (result["commit"] or "unknown")[:10]
+    again = ", layers recomputed" if result["recompute"] else ""
     head = ["rung", "samples/s", "gain", "step ms", "TFLOP/s", "MFU", "local MFU", "GiB", "NE", "same function"]
     lines = [
         f"## ladder, {result['recipe']}, {result['devices'] or 1} x {result['card']}, {result['date']}",
         "",
-        f"[{name}]({name}): commit {(result['commit'] or 'unknown')[:10]}; {versions}. {result['batch_size']} samples a step in "
-        f"{result['accumulate']} part(s), histories {lengths}{', layers recomputed' if result['recompute'] else ''}. {result['peak']}.",
+        f"[{name}]({name}): commit {commit}; {versions}. {result['batch_size']} samples a step in "
+        f"{result['accumulate']} part(s), histories {lengths}{again}. {result['peak']}.",
         f"`{result['command']}`",
         "",
         "| " + " | ".join(head) + " |",
         "| " + " | ".join("---" for _ in head) + " |",
-    ]  # fmt: skip
+    ]
     measured = [row for row in result["rows"] if not row["reason"]]
     for row in result["rows"]:
         if row["reason"]:
