@@ -166,7 +166,7 @@ def gantt(run: Run) -> Draw:
         axes.set_yticks(range(len(ends)), [f"rank {r}" for r in range(len(ends))], fontsize=8)
         axes.invert_yaxis()
         axes.set(xlabel="milliseconds", title=f"Step {event['step']} on each rank, lined up at the end of the loss")
-        axes.legend(frameon=False, ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.28))
+        axes.figure.legend(frameon=False, ncols=5, fontsize=7, loc="outside lower center")
 
     return draw
 
@@ -186,7 +186,7 @@ def phases(runs: Sequence[Run]) -> Draw:
         axes.set_yticks(range(len(runs)), [r.name for r in runs], fontsize=8)
         axes.invert_yaxis()
         axes.set(xlabel="% of a step", title="Phases of a step, mean of ranks and looks", xlim=(0, 100))
-        axes.legend(frameon=False, ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.28))
+        axes.figure.legend(frameon=False, ncols=5, fontsize=7, loc="outside lower center")
 
     return draw
 
