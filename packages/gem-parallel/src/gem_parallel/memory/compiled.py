@@ -1,15 +1,17 @@
 """Regions under torch.compile, each with a budget of its own for the partitioner.
 
 Where torch has `torch.autograd.graph.region_activation_memory_budget`, the budget is an annotation of the traced
-region; before, `torch._functorch.config.activation_memory_budget` is patched around the region's compilation. Either
-way a region is compiled from a code object of its own: Dynamo keeps compiled code by code object, and equal blocks
-would otherwise share the first one's budget.
+region; before, and where torch refuses it (2.13 does for Inductor's own random numbers, so for dropout),
+`torch._functorch.config.activation_memory_budget` is patched around the region's compilation. Either way a region is
+compiled from a code object of its own: Dynamo keeps compiled code by code object, and equal blocks would otherwise
+share the first one's budget.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from types import FunctionType
@@ -24,7 +26,9 @@ from gem_parallel.memory.profile import Curve, Point, count_saved, tensor_bytes
 from gem_parallel.memory.recompute import Function
 
 BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_ANNOTATION = "region_activation_memory_budget: "  # how torch's messages about it begin
 _number = itertools.count()
+_said: set[str] = set()
 
 
 def has_region_api() -> bool:
@@ -44,25 +48,44 @@ def compile_region(
     """
     if not 0 <= budget <= 1:
         raise ValueError(f"a region's activation budget must be in [0, 1], got {budget}")
-    if has_region_api():
 
-        def region(*args: Any, **kwargs: Any) -> Any:
-            with torch.autograd.graph.region_activation_memory_budget(budget):
-                return function(*args, **kwargs)
-    else:
-
-        def region(*args: Any, **kwargs: Any) -> Any:
+    def annotated(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.region_activation_memory_budget(budget):
             return function(*args, **kwargs)
 
-    assert isinstance(region, FunctionType)
-    region.__code__ = region.__code__.replace(co_name=f"region_{next(_number)}")
-    compiled = torch.compile(region, backend=backend)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    compiled = [_compile(annotated if has_region_api() else plain, backend)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with functorch_config.patch(activation_memory_budget=budget), _quantised(quantise_kib):
-            return compiled(*args, **kwargs)
+            try:
+                return compiled[0](*args, **kwargs)
+            except Exception as error:
+                if _ANNOTATION not in str(error):
+                    raise
+                reason = " ".join(str(error).split()).partition(_ANNOTATION)[2][:300]
+                _say_once(f"torch refuses to annotate a region, its configuration is used: {reason}")
+            compiled[0] = _compile(plain, backend)
+            return compiled[0](*args, **kwargs)
 
     return call
+
+
+def _say_once(text: str) -> None:
+    """Python's own filter forgets what it showed whenever someone catches warnings, as the compiler does."""
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=3)
+
+
+def _compile(region: Any, backend: str) -> Function:
+    """Under a code object of its own."""
+    assert isinstance(region, FunctionType)
+    region.__code__ = region.__code__.replace(co_name=f"region_{next(_number)}")
+    compiled: Function = torch.compile(region, backend=backend)
+    return compiled
 
 
 def _quantised(kib: float | None) -> Any:
