@@ -131,6 +131,24 @@ def test_other_token_counts_and_maxima_compile_nothing_new():
     assert compiled() == before
 
 
+@pytest.mark.parametrize("op", [attend, act])
+def test_nothing_waits_for_the_device(op):
+    offsets = offsets_of([50, 40, 6], "cuda")
+    q, k, v = (random_heads(96, 2, 64, dtype=torch.bfloat16, device="cuda", seed=i).requires_grad_() for i in range(3))
+
+    def step():
+        out = op(q, k, v, offsets, 50, causal=True)
+        return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_cuda_graph_replays_with_other_lengths():
     total, longest = 96, 96
     offsets = offsets_of([50, 40, 6], "cuda")

@@ -247,6 +247,35 @@ def test_one_tensor_as_query_key_and_value_and_expanded_heads():
     check(got, got_lse, out, lse)
 
 
+@pytest.mark.parametrize("act", ["softmax", "silu"])
+def test_rows_more_than_2_to_the_31_elements_apart(act):
+    lengths, dim = [20, 13], 64
+    offsets = offsets_of(lengths, "cuda")
+    stride = 2**31 // 32 + 64
+    buffer = torch.empty(32 * stride + dim, dtype=torch.bfloat16, device="cuda")
+    far = buffer.as_strided((33, 1, dim), (stride, dim, 1))
+    near = torch.randn(33, 1, dim, dtype=torch.bfloat16, device="cuda")
+    far.copy_(near)
+
+    def run(x):
+        if act == "softmax":
+            return jagged_attention(x, x, x, offsets, offsets, 20, 20, backend="hopper")
+        return gdpa(x, x, x, offsets, offsets, 20, 20, activation=act, backend="hopper")
+
+    assert torch.equal(run(far), run(near))
+
+
+def test_opcheck():
+    q, k, v, cq, ck = problem(lq=[70, 0, 5], lk=[3, 130, 9])
+    ops = torch.ops.gem_kernels
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    for op, arguments in (
+        (ops.jagged_attention, (q, k, v, cq, ck, None, 70, 130, 0.1, -1, 0, "hopper")),
+        (ops.gdpa, (q, k, v, cq, ck, 70, 130, "silu", 0.1, 1.0, -1, -1, "hopper")),
+    ):
+        torch.library.opcheck(op, arguments, test_utils=checks)
+
+
 def test_dispatch_prefers_it_where_it_has_run():
     q = torch.empty(1, 1, 128, device="cuda", dtype=torch.bfloat16)
     for features in (("causal", "window"), ("return_lse", "shared_q"), ()):
