@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +19,7 @@ from gem_train import compare, metrics
 from gem_train.cli import main
 from gem_train.config import from_toml, to_toml
 from gem_train.config.run import RunConfig
-from gem_train.errors import UserError
+from gem_train.errors import Interrupted, UserError
 from gem_train.recipes.baselines import TUNED, Tuned
 from gem_train.run_dir import RunDir, write_json
 from gem_train.testing import tiny_config
@@ -135,3 +140,36 @@ def test_the_command_trains_everyone_once(cache, tmp_path, capsys):
     assert gem.predictions_file.stat().st_mtime_ns == before
     assert din.eval_file.exists()
     assert "NE - GEM's" in said.out
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_comparison_leaves_no_one_running(cache, tmp_path, monkeypatch, which):
+    started = []
+
+    def start(contender, jobs):
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return started[-1]
+
+    monkeypatch.setattr(compare, "_start", start)
+    everyone = compare.contenders(tiny_config(cache), tmp_path, ["gem"], 2)
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), which)).start()
+    with pytest.raises(Interrupted, match="the same command goes on with it"):
+        compare.compete(everyone, jobs=2, say=lambda line: None)
+    assert len(started) == 1  # the first runs alone
+    assert started[0].poll() == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_who_fails_is_named_and_the_others_run(cache, tmp_path, monkeypatch):
+    def start(contender, jobs):
+        (contender.run.path / "log.txt").write_text("working\nout of luck\n")
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
+
+    monkeypatch.setattr(compare, "_start", start)
+    said = []
+    failed = compare.compete(
+        compare.contenders(tiny_config(cache), tmp_path, ["gem", "din"], 1), jobs=2, say=said.append
+    )
+    assert failed == said
+    assert failed == [f"{name} seed 0: failed with exit code 2: out of luck" for name in ("gem", "din")]

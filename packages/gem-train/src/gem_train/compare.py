@@ -16,6 +16,7 @@ import dataclasses
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -97,7 +98,7 @@ def compete(everyone: Sequence[Contender], *, jobs: int, say: Callable[[str], No
     """Run all who are not finished, `jobs` at a time; returns a line for each that failed.
 
     The first one runs alone: it puts the log into the cache, which the others then find there. Raises Interrupted at
-    Ctrl-C, after the running ones have written their checkpoints.
+    Ctrl-C or SIGTERM, after the running ones have written their checkpoints.
     """
     for contender in everyone:
         contender.prepare()
@@ -107,6 +108,7 @@ def compete(everyone: Sequence[Contender], *, jobs: int, say: Callable[[str], No
     running: dict[subprocess.Popen[bytes], tuple[Contender, float]] = {}
     failed: list[str] = []
     ended = 0
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while waiting or running:
             while waiting and len(running) < (jobs if ended else 1):
@@ -130,6 +132,8 @@ def compete(everyone: Sequence[Contender], *, jobs: int, say: Callable[[str], No
         for process in running:
             process.wait()
         raise Interrupted("the comparison was stopped; the same command goes on with it") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return failed
 
 
