@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -15,14 +15,13 @@ from gem_train.config import RunConfig, from_toml
 
 PROBE = """
 import sys, time
-began = time.perf_counter()
 from gem_train.cli import main
 try:
     main({arguments!r})
 except SystemExit:
     pass
 heavy = {{"torch", "torchrec", "triton", "matplotlib"}}
-print(time.perf_counter() - began, sorted(heavy & set(sys.modules)), file=sys.stderr)
+print(time.process_time(), sorted(heavy & set(sys.modules)), file=sys.stderr)
 """
 
 
@@ -67,12 +66,14 @@ def test_light_commands_import_no_torch(arguments):
 
 
 def test_help_from_the_shell_takes_less_than_half_a_second():
+    """Of the processor's time, which others on the machine do not lengthen."""
     times = []
     for _ in range(3):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "gem_train", "--help"], capture_output=True, check=True, timeout=60)
-        times.append(time.perf_counter() - began)
-    assert min(times) < 0.5
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert 0.01 < min(times) < 0.5
 
 
 def test_recipes_are_listed_with_a_line_each(capsys):
