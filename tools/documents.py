@@ -98,7 +98,10 @@ def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
             start = re.match(r"\s*(?:\$ )?((?:\S*/)?(?:gem-train|torchrun|python3?) \S.*)", line)
             if start:
                 command = re.split(r" (?:\||&&|>) ", start[1])[0]
-                yield number, [word for word in shlex.split(command, comments=True) if not word.startswith(("$", "..."))]
+                yield (
+                    number,
+                    [word for word in shlex.split(command, comments=True) if not word.startswith(("$", "..."))],
+                )
             number += 1
 
 
