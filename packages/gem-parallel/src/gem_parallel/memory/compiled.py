@@ -1,10 +1,13 @@
 """Regions under torch.compile, each with a budget of its own for the partitioner.
 
 Where torch has `torch.autograd.graph.region_activation_memory_budget`, the budget is an annotation of the traced
-region; before, and where torch refuses it (2.13 does for Inductor's own random numbers, so for dropout),
-`torch._functorch.config.activation_memory_budget` is patched around the region's compilation. Either way a region is
-compiled from a code object of its own: Dynamo keeps compiled code by code object, and equal blocks would otherwise
-share the first one's budget.
+region; before, and where torch refuses it, `torch._functorch.config.activation_memory_budget` is patched around the
+region's compilation. Either way a region is compiled from a code object of its own: Dynamo keeps compiled code by code
+object, and equal blocks would otherwise share the first one's budget.
+
+With a budget below 1, torch (2.11 to 2.13) draws random numbers anew when it recomputes, and the gradients of dropout
+are wrong. A region that draws any is therefore compiled without a budget, and kept whole or recomputed whole, by the
+checkpoint that puts the generators back.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gem_parallel.memory.profile import Curve, Point, count_saved, tensor_bytes
 from gem_parallel.memory.recompute import Function
 
+BACKEND = "inductor"
 BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_ANNOTATION = "region_activation_memory_budget: "  # how torch's messages about it begin
+_ANNOTATION = "region_activation_memory_budget"  # in torch's messages about it
 _number = itertools.count()
 _said: set[str] = set()
 
@@ -37,7 +41,7 @@ def has_region_api() -> bool:
 
 
 def compile_region(
-    function: Function, budget: float, backend: str = "inductor", quantise_kib: float | None = None
+    function: Function, budget: float, backend: str | None = None, quantise_kib: float | None = None
 ) -> Function:
     """`function`, compiled so that its backward keeps about `budget` of what it would keep by default.
 
@@ -45,7 +49,9 @@ def compile_region(
 
     Raises:
         ValueError: a budget outside [0, 1].
+        RuntimeError: at the first call, with a budget below 1: the region draws random numbers.
     """
+    backend = backend or BACKEND
     if not 0 <= budget <= 1:
         raise ValueError(f"a region's activation budget must be in [0, 1], got {budget}")
 
@@ -56,9 +62,17 @@ def compile_region(
     def plain(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    compiled = [_compile(annotated if has_region_api() else plain, backend)]
+    compiled = [_compile(annotated if has_region_api() and budget < 1 else plain, backend)]
+    checked = [budget == 1]
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not checked[0]:
+            if draws(function, args, kwargs):
+                raise RuntimeError(
+                    f"a region with an activation budget of {budget:g} draws random numbers (dropout), which torch "
+                    "would draw anew when it recomputes; compile it with a budget of 1"
+                )
+            checked[0] = True
         with functorch_config.patch(activation_memory_budget=budget), _quantised(quantise_kib):
             try:
                 return compiled[0](*args, **kwargs)
@@ -71,6 +85,19 @@ def compile_region(
             return compiled[0](*args, **kwargs)
 
     return call
+
+
+def draws(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call moves a random generator; a trial leaves them where they were."""
+    devices = sorted({t.device.index for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_cuda})
+
+    def states() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+    with torch.random.fork_rng(devices), torch.no_grad():
+        before = states()
+        function(*args, **kwargs)
+        return any(not torch.equal(a, b) for a, b in zip(before, states(), strict=True))
 
 
 def _say_once(text: str) -> None:
@@ -113,14 +140,17 @@ def measure(
     module: nn.Module,
     budgets: Sequence[float] = BUDGETS,
     repeats: int = 3,
-    backend: str = "inductor",
+    backend: str | None = None,
     quantise_kib: float | None = None,
 ) -> tuple[Curve, dict[float, Function]]:
     """A compiled region's curve from runs on its real inputs, and the compiled functions by budget.
 
-    A budget that keeps as much as a faster one is no point of the curve. Parameters' gradients are left alone.
+    A budget that keeps as much as a faster one is no point of the curve. A region that draws random numbers is kept
+    whole or recomputed whole. Parameters' gradients are left alone.
     """
     inputs = tensor_bytes((args, kwargs))
+    random = draws(function, args, kwargs)
+    budgets = (1.0,) if random else budgets
     compiled = {budget: compile_region(function, budget, backend, quantise_kib) for budget in budgets}
     times: dict[float, float] = {}
     kept: dict[float, int] = {}
@@ -136,6 +166,8 @@ def measure(
         point = Point(kept=kept[budget], seconds=times[budget] - fastest, names=None, budget=budget)
         if not points or point.seconds < points[-1].seconds:
             points.append(point)
+    if random:
+        points.insert(0, Point(kept=inputs, seconds=forward_s, names=()))
     return Curve(region=region, points=tuple(points), forward_s=forward_s), compiled
 
 
