@@ -43,10 +43,10 @@ def others(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]
         for row in simulate(Lognormal(), ranks=ranks, cost=cost):
             yield {"case": f"balance-{ranks}", "op": row.method, "max_over_mean": row.mean, "speed_up": row.speed_up}
     if options.prepare:
-        yield preparing(folder / "prepare", options.prepare)
+        yield preparing(folder / "prepare", options.prepare, memory=options.memory << 20)
         shutil.rmtree(folder / "prepare")
     if options.one_user:
-        yield one_user(folder / "one-user", options.one_user)
+        yield one_user(folder / "one-user", options.one_user, memory=options.memory << 20)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-history", type=int, nargs="*", default=[50, 256, 1024])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--prepare", type=int, metavar="EVENTS", help="build a log of KuaiRand's layout")
+    parser.add_argument("--memory", type=int, metavar="MIB", default=2048, help="what these two may use, about")
     parser.add_argument("--one-user", type=int, metavar="EVENTS", help="build a log where one user has so many events")
     parser.add_argument("--first-batch", type=int, metavar="EVENTS", nargs="+", help="open logs of so many events")
     parser.add_argument("--balance", type=int, metavar="RANKS", nargs="+", help="simulate so many ranks")

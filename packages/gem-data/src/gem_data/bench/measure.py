@@ -9,9 +9,11 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,29 @@ def _forget(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def _own_memory(every_s: float = 0.03) -> Iterator[list[int]]:
+    """What the process holds for itself meanwhile, in bytes: mapped files, which the system takes back, apart."""
+    found, done = [_anonymous()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(every_s):
+            found.append(_anonymous())
+
+    thread = threading.Thread(target=watch, name="gem-data-memory", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+
+
+def _anonymous() -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        return 1024 * int(next(line for line in file if line.startswith("RssAnon")).split()[1])
+
+
 _WORKER = """
 import os, sys
 from gem_data import EventLog, Loader, LoaderConfig
@@ -105,13 +130,13 @@ def worker_memory(folder: Path) -> dict[str, Any]:
     }
 
 
-def preparing(folder: Path, rows: int, *, memory: int = 2 << 30) -> dict[str, Any]:
+def preparing(folder: Path, rows: int, *, memory: int) -> dict[str, Any]:
     """`prepare` on a file of KuaiRand's layout: time, processor time of all threads, and the most memory."""
     kuairand_csv(folder / "csv", rows)
     return {"case": f"prepare-kuairand-{rows}", "op": "prepare", **_alone(_prepare_kuairand, folder, memory)}
 
 
-def one_user(folder: Path, rows: int, *, memory: int = 1 << 30) -> dict[str, Any]:
+def one_user(folder: Path, rows: int, *, memory: int) -> dict[str, Any]:
     """`prepare` and the latest history of a log where one of 20,001 users has `rows` events and the others a tenth."""
     folder.mkdir(parents=True)
     for start in range(0, rows, 1_000_000):  # in several files, so that making them takes no memory
@@ -145,13 +170,15 @@ def _prepare_one_user(folder: Path, memory: int) -> dict[str, Any]:
 
 def _prepared(events: Events, folder: Path, memory: int) -> dict[str, Any]:
     begin, busy = time.perf_counter(), time.process_time()
-    summary = prepare(events, folder, memory=memory)
+    with _own_memory() as own:
+        summary = prepare(events, folder, memory=memory)
     seconds, busy = time.perf_counter() - begin, time.process_time() - busy
     return {
         "events": summary.rows,
         "ms": seconds * 1e3,
         "events_per_s": summary.rows / seconds,
         "cpu_s": busy,  # of all threads: what it would take on one core of its own
-        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,  # with the mapped files
+        "own_gb": max(own) / 2**30,
         "load": os.getloadavg()[0],
     }
