@@ -18,8 +18,7 @@ class Tuned:
     run: tuple[str, ...] = ()
 
 
-_CALM = (  # models without evidence over-fit MovieLens-100K in the second epoch at GEM's rates, and like demographics
-    "inputs.exclude=user",
+_CALM = (  # models without evidence over-fit MovieLens-100K in the second epoch at GEM's rates
     "optim.lr=1e-3",
     "optim.weight_decay=0.3",
     "optim.sparse_lr=0.05",
