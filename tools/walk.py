@@ -185,7 +185,7 @@ def main() -> None:
                 print(f"{seconds:6.1f} s  {command[:100]}", flush=True)
                 text = shown(output, stop.lines)
                 parts.append(f"```text\n$ {command}\n{text}\n```".replace("\n\n```", "\n```"))
-    PAGE.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+                PAGE.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

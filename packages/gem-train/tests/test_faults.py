@@ -102,6 +102,15 @@ def test_killed_again_and_again_at_random_moments_it_ends_with_the_same_bits(con
     same(out, finished_run, f"seed {seed}, killed with so many records: {states}")
 
 
+def test_killed_before_there_was_anything_to_save_it_begins_again(cache, run_cli, finished_run, tmp_path):
+    """Twice: the second time with the empty curve that the first resumption has left."""
+    out = tmp_path / "run"
+    RunDir(out).start(tiny_config(cache), resume=False)
+    (out / "metrics.jsonl").touch()
+    assert run_cli(out, resume=True) == 0
+    same(out, finished_run)
+
+
 def test_sigterm_in_the_middle(config_file, finished_run, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log.txt"
     process = command(["run", "--config", str(config_file), "--out", str(out)], log)

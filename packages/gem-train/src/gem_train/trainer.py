@@ -43,6 +43,7 @@ from gem_train.metrics import Mfu
 from gem_train.progress import Progress
 from gem_train.progressive import Window
 from gem_train.run_dir import RunDir
+from gem_train.runs import last_step
 from gem_train.schedule import rate
 from gem_train.signals import StopRequest
 from gem_train.spikes import LossHistory
@@ -321,7 +322,7 @@ class Trainer:
     def resume(self) -> int:
         """Continue from the latest intact checkpoint; returns its step. Raises UserError where all were lost."""
         step = self.checkpoints.latest()
-        if step is None and not (self.checkpoints.steps() or self.parts.run.metrics_file.exists()):
+        if step is None and not self.checkpoints.steps() and last_step(self.parts.run.metrics_file) is None:
             return 0  # it was killed before it could save anything: there is nothing to lose
         if step is None:
             raise UserError(
