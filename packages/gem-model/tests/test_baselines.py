@@ -89,10 +89,10 @@ def test_din_against_a_loop_over_events():
         c = rows.pooled["item"][b]
         expected = torch.zeros(interest.width)
         for t in range(start, end):
-            h = rows.events["ratings.item"][t]
+            h = rows.events["ratings", "item"][t]
             before = s.time[t - 1] if t > start else s.time[t]
             ages = torch.log1p(torch.stack((batch.time[b] - s.time[t], s.time[t] - before)).float() / 60.0)
-            event = torch.cat((h, rows.events["ratings.rating"][t], s.floats["vector"][t], 0.1 * ages))
+            event = torch.cat((h, rows.events["ratings", "rating"][t], s.floats["vector"][t], 0.1 * ages))
             expected = expected + interest.attention(torch.cat((event, c, h - c, h * c))) * event
         torch.testing.assert_close(pooled[b], expected, atol=1e-5, rtol=1e-5)
 

@@ -19,11 +19,11 @@ def test_each_id_finds_its_row():
     tables = Tables(inputs)
     batch = random_batch(inputs, 6, seed=3)
     rows = tables(batch)
-    assert set(rows.events) == {"ratings.item", "ratings.rating", "views.item", "views.genre"}
+    assert set(rows.events) == {("ratings", "item"), ("ratings", "rating"), ("views", "item"), ("views", "genre")}
     for source in inputs.sources:
         for column, table in source.ids:
             expected = weight(tables, table)[batch.sequences[source.name].ids[column]]
-            assert torch.equal(rows.events[f"{source.name}.{column}"], expected)
+            assert torch.equal(rows.events[source.name, column], expected)
     for feature, table in inputs.sparse:
         ids = batch.sparse[feature]
         expected = [
@@ -77,16 +77,18 @@ def test_keyed_jagged_knows_its_sizes_without_asking():
 
 
 def test_candidate_is_an_event_without_outcome():
-    """The candidate's token is what the event of the same item would be with its other columns zero, plus the mark."""
-    inputs = example_inputs()
+    """The candidate's token is that of an event of the same item, its other columns zero but the vector it has, too."""
+    inputs = dataclasses.replace(example_inputs(), dense_columns=(("other", 1), ("vector", 3)))
     source = inputs.sources[0]
     torch.manual_seed(0)
     encoder = EventEncoder(source, preset("tiny"), inputs)
     nn.init.normal_(encoder.mark)
-    rows = Tables(inputs)(random_batch(inputs, 4, single_valued=True))
-    w = encoder.linear.weight[:, :8]  # the item column's part
-    expected = encoder.norm(rows.pooled["item"] @ w.T + encoder.linear.bias + encoder.mark)
-    torch.testing.assert_close(encoder.candidate(rows), expected)
+    batch = random_batch(inputs, 4, single_valued=True)
+    rows = Tables(inputs)(batch)
+    item, vector = encoder.linear.weight[:, :8], encoder.linear.weight[:, 16:19]  # after item and rating
+    known = rows.pooled["item"] @ item.T + batch.dense[:, 1:4] @ vector.T
+    expected = encoder.norm(known + encoder.linear.bias + encoder.mark)
+    torch.testing.assert_close(encoder.candidate(rows, batch.dense), expected)
 
 
 def test_roles_are_complete():
