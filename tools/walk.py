@@ -3,7 +3,7 @@
     python tools/walk.py            # a few minutes on two CPU cores
 
 The commands run one after another in an empty folder; a failing one ends the walk. Output is kept as it comes but for
-what is cut (marked by a line of dots), the folder's name and the libraries' warnings about their own affairs.
+what is cut (marked by a line of dots), the names of folders and the libraries' warnings about their own affairs.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def run(command: str, folder: Path, code: int) -> tuple[str, float]:
     seconds = time.perf_counter() - began
     if done.returncode != code:
         raise SystemExit(f"$ {command}\n{done.stdout[-3000:]}\nexit code {done.returncode}, expected {code}")
-    return done.stdout.replace(str(folder), "."), seconds
+    programs = f"{Path(sys.executable).parent}{os.sep}"
+    return done.stdout.replace(str(folder), ".").replace(programs, ""), seconds
 
 
 def shown(output: str, lines: int) -> str:
