@@ -91,7 +91,7 @@ def house() -> Drawing:
     d.box(20, top, 210, height, "gem-data", "event logs to jagged batches", "numpy, pyarrow, duckdb, torch", fill=GREEN)
     d.box(275, top, 210, height, "gem-model", "the GEM model and its baselines", "torch, torchrec", fill=BLUE)
     d.box(530, top, 210, height, "gem-parallel", "layouts, tables, checkpoints", "torch, torchrec", fill=PURPLE)
-    d.box(275, low, 210, height, "gem-kernels", "jagged attention, GDPA, norms", "torch, triton, numpy", fill=BLUE)
+    d.box(275, low, 210, height, "gem-kernels", "jagged attention, GDPA, norms", "torch, triton", fill=BLUE)
     d.box(20, low, 210, height, "gem-lowprec", "formats, recipes, FP8 linear", "torch", fill=BLUE)
     for x in (125, 380, 635):
         d.arrow(x, 78, x, top - 2)

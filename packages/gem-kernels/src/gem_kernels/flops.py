@@ -11,11 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
-Lengths = Sequence[int] | npt.NDArray[np.integer]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Lengths: TypeAlias = "Sequence[int] | Tensor | npt.NDArray[np.integer[Any]]"
 BACKWARD = 2.5
 
 
@@ -35,11 +40,11 @@ class Cost:
         return self.forward_flops * backward // forward
 
 
-def _as_lengths(name: str, lengths: Lengths) -> npt.NDArray[np.int64]:
-    array = np.asarray(lengths, dtype=np.int64)
+def _as_lengths(name: str, lengths: Lengths) -> Tensor:
+    array = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
     if array.ndim != 1:
-        raise ValueError(f"{name} must be a list of lengths; got shape {array.shape}")
-    if array.size and array.min() < 0:
+        raise ValueError(f"{name} must be a list of lengths; got shape {tuple(array.shape)}")
+    if array.numel() and array.min() < 0:
         raise ValueError(f"{name} must not be negative; got {int(array.min())}")
     return array
 
@@ -50,30 +55,28 @@ def pairs(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-) -> npt.NDArray[np.int64]:
-    """How many (query, key) pairs each sequence has, [B]; the mask is `jagged_attention`'s."""
+) -> Tensor:
+    """How many (query, key) pairs each sequence has, [B] int64; the mask is `jagged_attention`'s."""
     q = _as_lengths("q_lengths", q_lengths)
     k = q if k_lengths is None else _as_lengths("k_lengths", k_lengths)
     if q.shape != k.shape:
-        raise ValueError(f"q_lengths and k_lengths must hold as many sequences; got {q.size} and {k.size}")
+        raise ValueError(f"q_lengths and k_lengths must hold as many sequences; got {q.numel()} and {k.numel()}")
     left, right = (-1 if side is None else int(side) for side in window) if window is not None else (-1, -1)
     right = 0 if causal else right
     if min(left, right) < -1:
         raise ValueError(f"window sides must be non-negative, or -1 or None for unlimited; got {window!r}")
 
-    def up_to(
-        last: npt.NDArray[np.int64], count: npt.NDArray[np.int64], most: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def up_to(last: Tensor, count: Tensor, most: Tensor) -> Tensor:
         # sum over the `count` integers that end at `last` of clip(x, 0, most)
-        def ramp(x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:  # sum of clip(t, 0, most) for t <= x
-            inside = np.clip(x, 0, most)
-            return inside * (inside + 1) // 2 + np.maximum(x - most, 0) * most
+        def ramp(x: Tensor) -> Tensor:  # sum of clip(t, 0, most) for t <= x
+            inside = torch.minimum(x.clamp(min=0), most)
+            return inside * (inside + 1) // 2 + (x - most).clamp(min=0) * most
 
         return ramp(last) - ramp(last - count)
 
     # Query i stands at p = i + k - q, p running up to k - 1. It sees keys [p - left, p + right], clipped to [0, k).
     end = q * k if right < 0 else up_to(k + right, q, k)  # sum of the ends, clip(p + right + 1, 0, k)
-    begin = np.zeros_like(q) if left < 0 else up_to(k - 1 - left, q, k)  # sum of the begins, clip(p - left, 0, k)
+    begin = torch.zeros_like(q) if left < 0 else up_to(k - 1 - left, q, k)  # sum of the begins, clip(p - left, 0, k)
     return end - begin
 
 
@@ -101,7 +104,7 @@ def attention(
     kv_heads = kv_heads or heads
     flops = 4 * head_dim * heads * int(pairs(q, k, causal=causal, window=window).sum())
     rows_o = int(q.sum())
-    rows_q = int(q.max(initial=0)) if shared_q else rows_o
+    rows_q = max(q.tolist(), default=0) if shared_q else rows_o
     q_bytes, o_bytes = (rows * heads * head_dim * element_size for rows in (rows_q, rows_o))
     kv_bytes = 2 * int(k.sum()) * kv_heads * head_dim * element_size
     lse_bytes = rows_o * heads * 4 if softmax else 0
@@ -200,8 +203,8 @@ def most_recent(lengths: Lengths, *, k: int, width: int, element_size: int = 2) 
     """
     n = _as_lengths("lengths", lengths)
     row = width * element_size
-    kept = int(np.minimum(n, k).sum()) * row
-    return Cost(forward_flops=0, forward_bytes=kept + n.size * k * row, backward_bytes=kept + int(n.sum()) * row)
+    kept = int(n.clamp(max=k).sum()) * row
+    return Cost(forward_flops=0, forward_bytes=kept + n.numel() * k * row, backward_bytes=kept + int(n.sum()) * row)
 
 
 def to_dense(lengths: Lengths, *, longest: int, width: int, element_size: int = 2) -> Cost:
@@ -210,8 +213,8 @@ def to_dense(lengths: Lengths, *, longest: int, width: int, element_size: int = 
     """
     n = _as_lengths("lengths", lengths)
     row = width * element_size
-    kept = int(np.minimum(n, longest).sum()) * row
-    return Cost(forward_flops=0, forward_bytes=kept + n.size * longest * row, backward_bytes=2 * kept)
+    kept = int(n.clamp(max=longest).sum()) * row
+    return Cost(forward_flops=0, forward_bytes=kept + n.numel() * longest * row, backward_bytes=2 * kept)
 
 
 def jagged_concat(a_lengths: Lengths, b_lengths: Lengths, *, width: int, element_size: int = 2) -> Cost:
@@ -226,5 +229,5 @@ def jagged_add(lengths: Lengths, *, width: int, element_size: int = 2, bias_size
     that of the values too, and writes the bias's.
     """
     n = _as_lengths("lengths", lengths)
-    rows, vectors = int(n.sum()) * width * element_size, n.size * width * bias_size
+    rows, vectors = int(n.sum()) * width * element_size, n.numel() * width * bias_size
     return Cost(forward_flops=0, forward_bytes=2 * rows + vectors, backward_bytes=rows + vectors)

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # the interpreter itself needs NumPy; the kernels do not, so it is imported where it is used
+    import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+Array: TypeAlias = "npt.NDArray[Any]"
 
 
 def widen(bits: Array) -> Array:
     """bfloat16 bit patterns -> float32; exact."""
+    import numpy as np
+
     return (np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(bits.shape)
 
 
 def narrow(x: Array) -> Array:
     """float32 -> bfloat16 bit patterns, round to nearest even; a NaN stays one."""
+    import numpy as np
+
     x = np.ascontiguousarray(x, dtype=np.float32)
     bits = x.view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
@@ -33,6 +37,7 @@ def narrow(x: Array) -> Array:
 @functools.cache
 def install() -> None:
     """Patch the interpreter; later calls do nothing."""
+    import numpy as np
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 

@@ -1,4 +1,4 @@
-"""Tile schedules of the persistent kernels: which program computes which tile, in which order. Pure numpy.
+"""Tile schedules of the persistent kernels: which program computes which tile, in which order. On the CPU.
 
 A tile is up to `consumers` blocks of `block` consecutive own rows of one (sequence, head), together with all of that
 sequence's other rows:
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int64]
+import torch
+from torch import Tensor
 
 FIELDS = ("own_start", "rows", "other_start", "other_len", "head", "out_start", "sequence", "first_block")
 
@@ -38,95 +36,97 @@ class TileShape:
         return heads * (own_total // (self.block * self.consumers) + batch)
 
 
-def work(blocks: Ints, steps: Ints) -> Ints:
+def work(blocks: Tensor, steps: Tensor) -> Tensor:
     """Relative time of a tile. One active consumer cannot keep the tensor cores busy (3 : 4 : 6 for 1, 2, 3
     blocks); 2 is the fixed part.
     """
-    return steps * np.maximum(2 * blocks, 3) + 2
+    return steps * (2 * blocks).clamp(min=3) + 2
 
 
 def tiles(
-    own_offsets: Ints, other_offsets: Ints, heads: int, shape: TileShape, *, shared_own: bool = False
-) -> NDArray[np.int32]:
-    """All tiles with rows, most work first, [N, 8] int32 with columns `FIELDS`.
+    own_offsets: Tensor, other_offsets: Tensor, heads: int, shape: TileShape, *, shared_own: bool = False
+) -> Tensor:
+    """All tiles with rows, most work first, [N, 8] int32 with columns `FIELDS`; offsets are [B + 1] on the CPU.
 
     `shared_own`: every sequence has the same own rows (learned queries): `own_offsets` is [0, L], and only
     `out_start` differs.
 
     Raises ValueError for offsets that are not one-dimensional, do not ascend or differ in length.
     """
-    other = np.asarray(other_offsets, dtype=np.int64)
-    own = np.asarray(own_offsets, dtype=np.int64)
+    own, other = own_offsets.long(), other_offsets.long()
     batch = len(other) - 1
     if shared_own:
-        own = np.arange(batch + 1, dtype=np.int64) * own[-1]
+        own = torch.arange(batch + 1) * own[-1]
     for name, offsets in (("own_offsets", own), ("other_offsets", other)):
-        if offsets.ndim != 1 or len(offsets) != batch + 1 or (np.diff(offsets) < 0).any():
-            raise ValueError(f"{name} must be {batch + 1} ascending offsets; got {offsets}")
-    own_len, other_len = np.diff(own), np.diff(other)
+        if offsets.ndim != 1 or len(offsets) != batch + 1 or (offsets.diff() < 0).any():
+            raise ValueError(f"{name} must be {batch + 1} ascending offsets; got {offsets.tolist()}")
+    own_len, other_len = own.diff(), other.diff()
     blocks = -(-own_len // shape.block)
     count = -(-blocks // shape.consumers)  # tiles of a (sequence, head), as equal as can be
-    small, large = blocks // np.maximum(count, 1), blocks % np.maximum(count, 1)  # `large` of them have one block more
+    most = count.clamp(min=1)
+    small, large = blocks // most, blocks % most  # `large` of them have one block more
     steps = -(-other_len // shape.step)
 
     # Two groups of equal tiles for each sequence, in order of work; ties keep the order of sequences.
-    group_work = np.stack([work(small + 1, steps), work(small, steps)], axis=1).ravel()
-    group_tiles = np.stack([large, count - large], axis=1).ravel()
-    order = np.argsort(-group_work, kind="stable")
+    group_work = torch.stack([work(small + 1, steps), work(small, steps)], 1).flatten()
+    group_tiles = torch.stack([large, count - large], 1).flatten()
+    order = group_work.argsort(stable=True, descending=True)
     order = order[group_tiles[order] > 0]
     rows = []
     for g in order.tolist():
         b, kind = divmod(g, 2)
         n = int(group_tiles[g])
-        first = np.arange(n) * (small[b] + 1 - kind) + kind * large[b] * (small[b] + 1)
-        record = np.empty((heads, n, len(FIELDS)), dtype=np.int32)
+        size = int(small[b]) + 1 - kind
+        first = torch.arange(n) * size + kind * int(large[b] * (small[b] + 1))
         start = first * shape.block
+        record = torch.empty(heads, n, len(FIELDS), dtype=torch.int32)
         record[..., 0] = start + (0 if shared_own else own[b])
-        record[..., 1] = np.minimum((small[b] + 1 - kind) * shape.block, own_len[b] - start)
+        record[..., 1] = (own_len[b] - start).clamp(max=size * shape.block)
         record[..., 2] = other[b]
         record[..., 3] = other_len[b]
-        record[..., 4] = np.arange(heads)[:, None]
+        record[..., 4] = torch.arange(heads)[:, None]
         record[..., 5] = start + own[b]
         record[..., 6] = b
         record[..., 7] = first
-        rows.append(record.reshape(-1, len(FIELDS)))
-    return np.concatenate(rows) if rows else np.empty((0, len(FIELDS)), dtype=np.int32)
+        rows.append(record.view(-1, len(FIELDS)))
+    return torch.cat(rows) if rows else torch.empty(0, len(FIELDS), dtype=torch.int32)
 
 
-def tile_work(table: NDArray[np.int32], shape: TileShape) -> Ints:
+def tile_work(table: Tensor, shape: TileShape) -> Tensor:
     """The estimated work of every tile of a table from `tiles`, [N]."""
-    blocks = -(-table[:, 1].astype(np.int64) // shape.block)
-    return work(blocks, -(-table[:, 3].astype(np.int64) // shape.step))
+    blocks = -(-table[:, 1].long() // shape.block)
+    return work(blocks, -(-table[:, 3].long() // shape.step))
 
 
-def zigzag(count: int, programs: int) -> Ints:
+def zigzag(count: int, programs: int) -> Tensor:
     """The program of each of `count` tiles, [count]: one row of programs forwards, the next backwards."""
-    row, column = np.divmod(np.arange(count, dtype=np.int64), programs)
-    return np.where(row % 2 == 0, column, programs - 1 - column)
+    at = torch.arange(count)
+    row, column = at // programs, at % programs
+    return torch.where(row % 2 == 0, column, programs - 1 - column)
 
 
-def blocked(count: int, programs: int) -> Ints:
+def blocked(count: int, programs: int) -> Tensor:
     """Equal runs of consecutive tiles, [count]: what a launch without a schedule amounts to, for comparison."""
-    return np.arange(count, dtype=np.int64) * programs // max(count, 1)
+    return torch.arange(count) * programs // max(count, 1)
 
 
-def longest_first(weights: Ints, programs: int) -> Ints:
+def longest_first(weights: Tensor, programs: int) -> Tensor:
     """The program of each tile by longest-processing-time-first, [N]; `weights` must descend. For comparison with
     `zigzag`.
     """
     import heapq
 
     heap = [(0, p) for p in range(programs)]
-    owner = np.empty(len(weights), dtype=np.int64)
-    for i, w in enumerate(weights.tolist()):
+    owner = []
+    for w in weights.tolist():
         load, p = heap[0]
-        owner[i] = p
+        owner.append(p)
         heapq.heapreplace(heap, (load + w, p))
-    return owner
+    return torch.tensor(owner, dtype=torch.int64)
 
 
-def skew(weights: Ints, owner: Ints, programs: int) -> float:
+def skew(weights: Tensor, owner: Tensor, programs: int) -> float:
     """Largest load of a program over the mean load: 1.0 is perfect. 1.0 for no work at all."""
-    load = np.bincount(owner, weights=weights, minlength=programs)
+    load = torch.bincount(owner, weights=weights.double(), minlength=programs)
     mean = float(load.mean()) if programs else 0.0
     return float(load.max()) / mean if mean > 0 else 1.0

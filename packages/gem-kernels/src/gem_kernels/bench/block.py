@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +47,7 @@ class Case:
 
 
 def _full() -> cases.Lengths:
-    return np.full(256, 1024, dtype=np.int64)
+    return cases.full(256, 1024)
 
 
 def _window(window: int, longest: int) -> Case:

@@ -5,25 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # NumPy belongs to the benchmarks, not to the kernels: it is imported where lengths are drawn
+    import numpy as np
+    from numpy.typing import NDArray
 
-Lengths = NDArray[np.int64]
+Lengths: TypeAlias = "NDArray[np.int64]"
 HEADS, DIM = 4, 128
 
 
-def _full(batch: int, length: int) -> Lengths:
+def full(batch: int, length: int) -> Lengths:
+    """Equal lengths."""
+    import numpy as np
+
     return np.full(batch, length, dtype=np.int64)
 
 
 def half(batch: int, length: int) -> Lengths:
     """Lengths uniform in 1..length from a fixed seed."""
+    import numpy as np
+
     return np.random.default_rng(0).integers(1, length + 1, batch)
 
 
 def _lognormal() -> Lengths:
+    import numpy as np
+
     drawn = np.random.default_rng(0).lognormal(math.log(300), 1.2, 256)
     return np.clip(drawn.round(), 1, 8192).astype(np.int64)
 
@@ -66,15 +74,15 @@ def _half_4096() -> tuple[Lengths, Lengths]:
 
 
 _MAKE: dict[str, tuple[Make, dict[str, Any]]] = {
-    "self-full-1024": (lambda: (_full(256, 1024),) * 2, {}),
+    "self-full-1024": (lambda: (full(256, 1024),) * 2, {}),
     "self-half-1024": (_half_1024, {}),
     "self-half-512": (lambda: (half(1152, 512),) * 2, {}),
     "self-half-4096": (_half_4096, {}),
     "self-lognormal": (lambda: (_lognormal(),) * 2, {}),
-    "short-kv-256": (lambda: (_full(1152, 1024), _full(1152, 256)), {}),
-    "short-kv-256-half": (lambda: (half(1152, 1024), _full(1152, 256)), {}),
-    "short-kv-32": (lambda: (_full(1152, 1024), _full(1152, 32)), {}),
-    "pma": (lambda: (_full(1152, 64), half(1152, 1024)), {}),
+    "short-kv-256": (lambda: (full(1152, 1024), full(1152, 256)), {}),
+    "short-kv-256-half": (lambda: (half(1152, 1024), full(1152, 256)), {}),
+    "short-kv-32": (lambda: (full(1152, 1024), full(1152, 32)), {}),
+    "pma": (lambda: (full(1152, 64), half(1152, 1024)), {}),
     "half-1024-d64": (_half_1024, {"dim": 64}),
     "half-1024-d96": (_half_1024, {"dim": 96}),
     "half-1024-causal": (_half_1024, {"window": CAUSAL}),
