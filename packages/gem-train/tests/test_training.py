@@ -238,7 +238,7 @@ def test_a_polite_signal_saves_and_stops_and_the_run_goes_on(number, run_cli, fi
     said = capsys.readouterr().err
     last = read(out / "metrics.jsonl")[-1]["step"]
     assert last < 24, "the signal came too late to mean anything"
-    assert f"stopped at step {last} of 24 as asked; a checkpoint was written; go on with --resume" in said
+    assert f"stopped at step {last} of 24 as asked; a checkpoint was written; go on with --out " in said
     assert "error" not in said
     stopped = next(r for r in read(out / "events.jsonl") if r.get("event") == "interrupted")
     assert stopped["signal"] == signal.Signals(number).name

@@ -88,7 +88,7 @@ def execute(
             events.message("start", step=trainer.position.step, total=trainer.total, world=runtime.world)
             progress.note(_opening(trainer, data))
             progress.start(trainer.position.step, trainer.total)
-            with _peers(events):
+            with _peers(events, run):
                 trainer.fit()
                 results = test(trainer, data, ())
             events.message("finished", step=trainer.position.step)
@@ -238,13 +238,13 @@ def _on_main(runtime: Runtime, work: Callable[[], Any]) -> None:
 
 
 @contextlib.contextmanager
-def _peers(events: Events) -> Iterator[None]:
+def _peers(events: Events, run: RunDir) -> Iterator[None]:
     """A rank that is gone ends the run with a line and a code of its own, not with the traceback of a collective."""
     try:
         yield
     except PeerLostError as error:
         events.message("peer lost", reason=str(error))
-        raise PeerLost(f"{error}; go on with --resume") from error
+        raise PeerLost(f"{error}; go on with --out {run.path} --resume") from error
 
 
 @contextlib.contextmanager

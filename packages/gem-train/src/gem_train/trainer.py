@@ -189,7 +189,8 @@ class Trainer:
                     saved = self.checkpoints.latest() == step
                     how = "a checkpoint was written" if saved else "its checkpoint could NOT be written"
                     self.parts.events.message("interrupted", step=step, signal=self.stop.name, saved=saved)
-                    raise Interrupted(f"stopped at step {step} of {self.total} as asked; {how}; go on with --resume")
+                    more = f"--out {self.parts.run.path} --resume"
+                    raise Interrupted(f"stopped at step {step} of {self.total} as asked; {how}; go on with {more}")
 
     def _batches(self) -> Generator[tuple[JaggedBatch, float], None, None]:
         """Batches from the loader's position to the last step, with the seconds that each one kept us waiting."""
