@@ -97,7 +97,7 @@ def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
         for line in re.sub(r"\\\n\s*", " ", block.text).splitlines():
             start = re.match(r"\s*(?:\$ )?((?:\S*/)?(?:gem-train|torchrun|python3?) \S.*)", line)
             if start:
-                command = re.split(r" (?:\||&&|>) ", start[1])[0]
+                command = re.split(r" (?:\||&&?|>) ", start[1])[0]
                 yield (
                     number,
                     [word for word in shlex.split(command, comments=True) if not word.startswith(("$", "..."))],

@@ -321,6 +321,10 @@ def with_a_payload(runtime, payload, folder):
     return {name: p.full_tensor() for name, p in model.named_parameters()}, collectives.why()
 
 
+def with_rounding(runtime, folder):
+    return with_a_payload(runtime, RoundToBf16(), folder)
+
+
 @pytest.mark.parametrize("windows", [False, True], ids=["gloo", "windows"])
 def test_a_payload_gives_what_one_process_computes_with_packed_weights(tmp_path, windows):
     model = layers()
@@ -333,7 +337,7 @@ def test_a_payload_gives_what_one_process_computes_with_packed_weights(tmp_path,
         optimizer.step()
         optimizer.zero_grad()
     folder = str(tmp_path / "windows") if windows else ""
-    for state, why in run_ranks(2, __file__, "with_a_payload", tmp_path, RoundToBf16(), folder):
+    for state, why in run_ranks(2, __file__, "with_rounding", tmp_path, folder):
         assert f"RoundToBf16 over {'copy engine' if windows else 'default'}" in why
         for name, param in params.items():
             assert relative_error(state[name], param.detach()) < 1e-5

@@ -154,7 +154,8 @@ def test_each_rung_stands_on_the_last_that_is_not_aside():
     assert base.up(c) == Stand(operators=Operators(attention="padded", norm="torch"), settings=("optim.lr=1",))
 
 
-def test_a_rung_that_fails_or_is_missing_is_stepped_over_with_its_reason(cache):
+def test_a_rung_that_fails_or_is_missing_is_stepped_over_with_its_reason(cache, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     rungs = (
         Rung(name="first", what="", operators={"attention": "padded"}),
         Rung(name="none", what="", operators={"rope": "torch"}, missing=never("not written")),

@@ -67,6 +67,11 @@ class Runtime:
                 raise
             reason = " ".join(str(error).split())[:500] or type(error).__name__
             gone = self.gone()
+            for _ in range(10):  # a killed process closes its connections a moment before it is gone
+                if gone:
+                    break
+                time.sleep(0.1)
+                gone = self.gone()
             who = "another rank, which died or hangs"
             if gone:
                 who = f"rank {', '.join(map(str, gone))}, whose process on this host is gone"

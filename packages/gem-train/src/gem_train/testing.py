@@ -132,9 +132,12 @@ def command(arguments: Sequence[str], output: Path, environment: Mapping[str, st
     return process
 
 
-def ranks(world: int, arguments: Sequence[str], folder: Path, port: int) -> list[BaseProcess]:
-    """`command` on each of `world` ranks, as torchrun would start them; the outputs are folder/rank-R.txt."""
+def ranks(world: int, arguments: Sequence[str], folder: Path, port: int, *, restarts: int = 0) -> list[BaseProcess]:
+    """`command` on each of `world` ranks, as torchrun would start them, after so many restarts; the outputs are
+    folder/rank-R.txt.
+    """
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    shared |= {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
     shared |= {"LOCAL_WORLD_SIZE": str(world)}
     return [
         command(arguments, folder / f"rank-{r}.txt", {**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
