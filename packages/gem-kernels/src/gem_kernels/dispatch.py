@@ -26,7 +26,6 @@ from torch import Tensor
 
 OPERATORS = ("jagged_attention", "gdpa", "block_attention", "rotary", "norms", "norm_linear", "sequences")
 REFERENCE = "reference"
-UNPROVEN: frozenset[str] = frozenset()  # operators whose Triton kernels never ran on a card: there only for who asks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +139,6 @@ def _choose(problem: Problem, backend: str | None, interpret: bool) -> Choice:
     for name, applies in _BACKENDS.items():
         if name == "triton" and problem.device.type == "cpu":  # the interpreter is for whoever asks for it by name
             reasons[name] = "the tensors are on the CPU; the interpreter runs only when asked for by name"
-            continue
-        if name == "triton" and problem.op in UNPROVEN:
-            reasons[name] = "these kernels have not run on a card yet; they run when asked for by name"
             continue
         able, reasons[name] = applies(problem)
         if able and name != REFERENCE:
