@@ -207,6 +207,27 @@ def test_the_match_of_versions(torch, triton, fbgemm, good):
     assert [v["good"] for v in found] == good
 
 
+def test_doctor_names_what_lies_under_a_failed_import(monkeypatch):
+    from gem_train import doctor
+
+    def load(name):
+        if name == "torchrec":
+            try:
+                raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+            except OSError as error:
+                raise OSError("Could not load this library: fbgemm_gpu_py.so") from error
+        if name == "gem_model":
+            raise ImportError
+
+    monkeypatch.setattr(doctor.importlib, "import_module", load)
+    says = {v["what"]: v for v in doctor._imports()}
+    assert says["torch"]["good"]
+    assert not says["torchrec"]["good"]
+    for part in ("fbgemm_gpu_py.so", "libnvidia-ml.so.1", "without NVIDIA's driver", "fbgemm-gpu-cpu"):
+        assert part in says["torchrec"]["says"]
+    assert says["gem_model"]["says"] == "gem_model can't be imported: ImportError"
+
+
 def test_doctor_fails_on_a_mismatch(monkeypatch, capsys):
     from gem_train import doctor
 

@@ -142,9 +142,21 @@ def _imports() -> list[dict[str, Any]]:
             importlib.import_module(name)
             verdicts.append(_verdict(name, True, f"{name} can be imported"))
         except Exception as error:  # an extension with a foreign ABI may raise anything
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            verdicts.append(_verdict(name, False, f"{name} can't be imported: {reason}"))
+            verdicts.append(_verdict(name, False, f"{name} can't be imported: {why_import_failed(error)}"))
     return verdicts
+
+
+def why_import_failed(error: BaseException) -> str:
+    """What `error` says, what lay under it, and what to do where NVIDIA's driver is what is missing."""
+    says = []
+    deeper: BaseException | None = error
+    while deeper is not None:
+        line = str(deeper).strip().splitlines()[0] if str(deeper).strip() else type(deeper).__name__
+        says += [line] if line not in says else []
+        deeper = deeper.__cause__ or deeper.__context__
+    if any(library in line for line in says for library in ("libcuda.so", "libnvidia-ml.so")):
+        says.append("this is a build for GPUs on a machine without NVIDIA's driver; for CPUs there is fbgemm-gpu-cpu")
+    return "; ".join(says)
 
 
 def _devices() -> list[str]:
