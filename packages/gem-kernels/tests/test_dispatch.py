@@ -84,23 +84,6 @@ def test_the_fall_back_on_a_gpu_is_announced(monkeypatch):
     dispatch._choose.cache_clear()
 
 
-def test_what_a_backend_does_not_do_by_default_goes_to_the_next(monkeypatch):
-    able = {name: (lambda _problem: (True, "can")) for name in ("hopper", "triton")}
-    monkeypatch.setattr(dispatch, "_BACKENDS", {**able, "reference": dispatch._reference_applies})
-    dispatch._choose.cache_clear()
-    try:
-        for activation, chosen in (("silu", "hopper"), ("gelu", "triton")):
-            problem = Problem(
-                op="gdpa", device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128,
-                features=frozenset({f"activation:{activation}"}),
-            )  # fmt: skip
-            assert dispatch._choose(problem, None, False).backend == chosen
-            assert dispatch._choose(problem, "hopper", False).backend == "hopper"
-        assert "asked for by name" in dispatch._choose(problem, None, False).reasons["hopper"]
-    finally:
-        dispatch._choose.cache_clear()
-
-
 def test_the_package_offers_its_operators():
     for name in gem_kernels.__all__:
         assert getattr(gem_kernels, name) is not None

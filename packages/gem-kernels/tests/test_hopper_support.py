@@ -46,25 +46,6 @@ def test_what_it_refuses_and_why(refused: Problem, because: str) -> None:
     assert because in reason
 
 
-@pytest.mark.parametrize(
-    ("asked", "because"),
-    [
-        (problem(), None),
-        (problem(head_dim=96), None),
-        (problem("causal", "window", "return_lse", "shared_q"), None),
-        (problem("causal", head_dim=96), "head dimension 96 with a mask"),
-        (problem("grouped"), "fewer key heads"),
-        (problem(dtype=torch.float16), "float16"),
-        (problem("activation:gelu"), "activation:gelu"),
-        (problem("activation:silu"), None),
-    ],
-)
-def test_what_runs_unasked(asked: Problem, because: str | None) -> None:
-    able, reason = support.by_default(asked)
-    assert able == (because is None)
-    assert because is None or because in reason
-
-
 @pytest.mark.slow
 def test_kernels_build_for_hopper_without_a_gpu() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "0"}

@@ -7,7 +7,6 @@ something may run on it, and offers
     applies(problem: Problem) -> tuple[bool, str]     # can it run this, and the reason
     forward(...), backward(...)                       # called by the custom operators in <operator>/__init__.py
     compile_cases() -> list[CompileCase]              # optional: what `compile_check` builds without a GPU
-    by_default(problem: Problem) -> tuple[bool, str]  # optional: of what it can run, what it runs unasked
 """
 
 from __future__ import annotations
@@ -141,10 +140,6 @@ def _choose(problem: Problem, backend: str | None, interpret: bool) -> Choice:
             reasons[name] = "the tensors are on the CPU; the interpreter runs only when asked for by name"
             continue
         able, reasons[name] = applies(problem)
-        if able and name != REFERENCE:
-            implementation, _ = _find(problem.op, name)
-            if implementation is not None and hasattr(implementation, "by_default"):
-                able, reasons[name] = implementation.by_default(problem)
         if able:
             if name == REFERENCE and problem.device.type == "cuda":
                 warnings.warn(f"{problem.op} falls back to plain PyTorch: {reasons}", stacklevel=3)

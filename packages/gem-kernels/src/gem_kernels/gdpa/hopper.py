@@ -12,17 +12,12 @@ from gem_kernels.hopper import launch, launch_backward, support
 from gem_kernels.hopper.tiles import Tiles
 from gem_kernels.tiling import CompileCase
 
-__all__ = ["applies", "backward", "by_default", "compile_cases", "forward"]
+__all__ = ["applies", "backward", "compile_cases", "forward"]
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
     """bfloat16 or float16, head dimension a multiple of 8 up to 128."""
     return support.applies(problem)
-
-
-def by_default(problem: Problem) -> tuple[bool, str]:
-    """What of that has run on a card."""
-    return support.by_default(problem)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -26,28 +26,6 @@ def applies(problem: Problem) -> tuple[bool, str]:
     return True, "warp-specialised Gluon kernels for compute capability 9"
 
 
-def by_default(problem: Problem) -> tuple[bool, str]:
-    """What has run on a card since the forward was rewritten (docs/notes/hopper-attention.md, "What has run"); the rest
-    runs when it is asked for by name.
-    """
-    masked = bool(problem.features & {"causal", "window"})
-    dims = (64, 96, 128) if problem.op == "jagged_attention" and not masked else (128,)
-    activations = {f for f in problem.features if f.startswith("activation:")} - {"activation:silu"}
-    unseen = [
-        what
-        for what, found in (
-            (str(problem.dtype), problem.dtype != torch.bfloat16),
-            (f"head dimension {problem.head_dim}{' with a mask' if masked else ''}", problem.head_dim not in dims),
-            ("fewer key heads than query heads", "grouped" in problem.features),
-            (", ".join(sorted(activations)), bool(activations)),
-        )
-        if found
-    ]
-    if unseen:
-        return False, f"not yet run on a card, so only when asked for by name: {'; '.join(unseen)}"
-    return True, "warp-specialised Gluon kernels for compute capability 9"
-
-
 def backward_applies(q: Tensor, k: Tensor, left: int, right: int) -> bool:
     """Whether the Hopper backward takes this; else the portable one runs, on the forward's LSE."""
     return q.shape[2] in HEAD_DIMS and q.shape[1] == k.shape[1] and max(left, right) < 0
