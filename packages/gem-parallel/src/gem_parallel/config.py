@@ -54,8 +54,9 @@ class MemoryConfig:
         policy: "keep" everything; recompute in "full" what lies between the regions' inputs; or recompute what is
             cheapest so that the regions keep within a budget, the same share of each ("uniform") or given out by
             seconds saved per byte ("regions"). The latter two measure during the first two steps.
-        budget: share of the bytes that the regions keep without recomputation.
-        budget_gib: the budget in GiB instead; 0: `budget` holds.
+        budget: share of the bytes that a region keeps without recomputation; "regions" gives it out unevenly, at no
+            higher a peak than the same share of every region would have.
+        budget_gib: what the regions may hold at any time, in GiB, instead; 0: `budget` holds.
         engine: "eager" keeps single operators' results; "compile" compiles each region, and torch's partitioner keeps
             to its budget.
         regions: patterns of the units that are regions.

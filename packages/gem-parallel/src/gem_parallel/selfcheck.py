@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from gem_parallel.config import ParallelConfig, RowWiseAdagrad, SparseSGD
+from gem_parallel.config import CommConfig, ParallelConfig, RowWiseAdagrad, SparseSGD
 from gem_parallel.parallel import ParallelModel, parallelize
 from gem_parallel.runtime import Runtime, start
 from gem_parallel.testing import UNITS, PlainModel, SmallModel, full_state, relative_error, small_batch
@@ -135,36 +136,43 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative error that passes")
     args = parser.parse_args()
-    good = True
     with start(args.device) as runtime:
+        return 0 if table(runtime, steps=args.steps, tolerance=args.tolerance) else 1
+
+
+def table(runtime: Runtime, *, steps: int = 10, tolerance: float = 1e-5) -> bool:
+    """Print a row per layout of this world; whether all errors are within the tolerance."""
+    good = True
+    if runtime.is_main:
+        print(f"world {runtime.world} on {runtime.device.type} ({runtime.backend}), torch {torch.__version__}")
+        print(
+            f"{'tables':22} {'replicate x fsdp (ep)':>21} "
+            + " ".join(f"{k:>10}" for k in ("loss", "norm", "tables", "moments", "dense", "bytes"))
+        )
+    for config in layouts(runtime.world, runtime.device.type):
+        experts = 2 * config.experts
+        error, parallel = compare(
+            runtime, config, steps=steps, samples=16 * runtime.world, experts=experts if experts > 2 else 0
+        )
+        worst = max(error.values())
+        good &= worst <= tolerance
+        memory = parallel.table_memory()
+        held = max(runtime.gather(memory["weights"] + memory["moments"], "the tables' memory"))
         if runtime.is_main:
-            print(f"world {runtime.world} on {runtime.device.type} ({runtime.backend}), torch {torch.__version__}")
-            print(
-                f"{'tables':22} {'replicate x fsdp (ep)':>21} "
-                + " ".join(f"{k:>10}" for k in ("loss", "norm", "tables", "moments", "dense", "bytes"))
-            )
-        for config in layouts(runtime.world):
-            experts = 2 * config.experts
-            error, parallel = compare(
-                runtime, config, steps=args.steps, samples=16 * runtime.world, experts=experts if experts > 2 else 0
-            )
-            worst = max(error.values())
-            good &= worst <= args.tolerance
-            memory = parallel.table_memory()
-            held = max(runtime.gather(memory["weights"] + memory["moments"], "the tables' memory"))
-            if runtime.is_main:
-                shard = config.shard_group or runtime.world
-                copies = f" x {config.table_copies}" if config.table_copies > 1 else ""
-                mesh = f"{runtime.world // shard} x {shard} ({config.experts})"
-                numbers = " ".join(f"{value:10.1e}" for value in error.values())
-                verdict = "equal" if worst <= args.tolerance else "DIFFERENT"
-                tables = f"{config.table_sharding} {config.table_strategy}{copies}"
-                print(f"{tables:22} {mesh:>21} {numbers} {held:10}  {verdict}", flush=True)
-    return 0 if good else 1
+            shard = config.shard_group or runtime.world
+            copies = f" x {config.table_copies}" if config.table_copies > 1 else ""
+            mesh = f"{runtime.world // shard} x {shard} ({config.experts})"
+            numbers = " ".join(f"{value:10.1e}" for value in error.values())
+            verdict = "equal" if worst <= tolerance else "DIFFERENT"
+            how = ", copies" if config.comm.all_gather == "copy_engine" else ""
+            tables = f"{config.table_sharding} {config.table_strategy}{copies}{how}"
+            print(f"{tables:22} {mesh:>21} {numbers} {held:10}  {verdict}", flush=True)
+    return good
 
 
-def layouts(world: int) -> list[ParallelConfig]:
-    """What a world of this size can be laid out as: shardings first, then all pairs of dense and table axes."""
+def layouts(world: int, device: str = "cpu") -> list[ParallelConfig]:
+    """What a world of this size can be laid out as: shardings first, then all pairs of dense and table axes; on CUDA, a
+    last one whose parameters, gradients and tables move by copy engine."""
     found = [ParallelConfig(table_sharding=sharding) for sharding in ("auto", "table_wise", "row_wise")]
     if world % 2:
         return found
@@ -172,7 +180,7 @@ def layouts(world: int) -> list[ParallelConfig]:
     if world % 4 == 0:
         dense += [{"shard_group": world // 2, "experts": 2}, {"experts": 4}]
     tables: list[tuple[str, int]] = [("v1", 1), ("v2", 2), ("v3", 2), ("v3", world)]
-    return found + [
+    found += [
         ParallelConfig(
             table_sharding="row_wise",
             table_strategy=strategy,
@@ -184,6 +192,10 @@ def layouts(world: int) -> list[ParallelConfig]:
         for strategy, copies in dict.fromkeys(tables)
         if (strategy, axes) != ("v1", {"shard_group": 0})
     ]
+    if device == "cuda":
+        by_copy = CommConfig(all_gather="copy_engine", reduce_scatter="copy_engine")
+        found.append(replace(next(c for c in found if c.table_strategy == "v3"), comm=by_copy))
+    return found
 
 
 if __name__ == "__main__":

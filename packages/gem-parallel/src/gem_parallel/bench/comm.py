@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,14 @@ from gem_parallel.comm.fsdp import (
     limited_group,
 )
 from gem_parallel.comm.payload import Fp8Payload
-from gem_parallel.comm.windows import Ring
+from gem_parallel.comm.windows import CudaWindow, Ring
 from gem_parallel.config import CommConfig
 from gem_parallel.dense.units import set_prefetch
 from gem_parallel.planning.topology import Topology
 from gem_parallel.runtime import Runtime, start
+
+_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+PARTS = ("collectives", "ladder", "layouts")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--parts", nargs="+", default=["collectives", "ladder"], choices=("collectives", "ladder"))
+    parser.add_argument("--parts", nargs="+", default=["collectives", "ladder"], choices=PARTS)
     parser.add_argument("--profile", help="JSON for the planner (Profile.read), written by rank 0")
     parser.add_argument("--out", help="JSON file, written by rank 0")
 
@@ -66,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
             good &= collectives(args, runtime, rows)
         if "ladder" in args.parts:
             good &= ladder(args, runtime, rows)
+        if "layouts" in args.parts:
+            from gem_parallel import selfcheck  # TorchRec is slow to import, and the other parts need none
+
+            good &= selfcheck.table(runtime, steps=args.steps)
         if args.out and runtime.is_main:
             write(args.out, "comm", rows, world=runtime.world)
         if args.profile and runtime.is_main:
@@ -88,6 +96,8 @@ def collectives(args: argparse.Namespace, runtime: Runtime, rows: list[dict[str,
     scatters: dict[str, Any] = {"default": None}
     if windows:
         gathers["copy engine"] = CopyEngineAllGather(Ring(group, 2))
+        by_kernel = partial(CudaWindow, kernels=True)
+        gathers["copy engine, kernel barriers"] = CopyEngineAllGather(Ring(group, 2, by_kernel))
         scatters["copy engine"] = CopyEngineReduceScatter(Ring(group, 2))
     else:
         _say(runtime, "no copy engine here: the cards do not reach one another's memory, or this is a CPU")
@@ -104,12 +114,14 @@ def collectives(args: argparse.Namespace, runtime: Runtime, rows: list[dict[str,
             good &= _row(
                 args, runtime, rows, f"reduce-scatter, {name}", mib, solo, *_scatter_call(comm, shard // 2, runtime)
             )
+        for kind in ("all-reduce", "all-to-all"):
+            good &= _row(args, runtime, rows, f"{kind}, default", mib, solo, *_whole_call(kind, shard // 2, runtime))
     return good
 
 
 def profile(rows: list[dict[str, Any]], runtime: Runtime) -> dict[str, Any]:
     """What the planner reads: the backend's own collectives, and what a product beside an all-gather loses."""
-    kinds = {"all-gather, default": "all_gather", "reduce-scatter, default": "reduce_scatter"}
+    kinds = {f"{kind}, default": kind.replace("-", "_") for kind in _KINDS}
     ours = [row for row in rows if row["op"] in kinds]
     found: dict[str, Any] = {
         "source": f"python -m gem_parallel.bench comm on {runtime.world} x {runtime.device.type}",
@@ -124,7 +136,7 @@ def profile(rows: list[dict[str, Any]], runtime: Runtime) -> dict[str, Any]:
             for row in ours
         ],
     }
-    beside = [row["gemm"] for row in ours if row["gemm"] == row["gemm"]]  # nan on a CPU
+    beside = [row["gemm"] for row in ours if "all-gather" in row["op"] and row["gemm"] == row["gemm"]]  # nan on a CPU
     if beside:
         found["slowdown"] = min(0.99, max(0.0, 1 - min(beside)))
     return found
@@ -168,6 +180,23 @@ def _scatter_call(comm: Any, shard: int, runtime: Runtime) -> tuple[Callable[[],
     return call, float((out - want).abs().max()), 4 * shard * (world - 1)
 
 
+def _whole_call(kind: str, shard: int, runtime: Runtime) -> tuple[Callable[[], Any], float, int]:
+    """Collectives for which a rank has as many bytes before as after; checked on ones."""
+    device, world = runtime.device, runtime.world
+    value, out = torch.ones(world * shard, device=device), torch.empty(world * shard, device=device)
+
+    def call() -> None:
+        if kind == "all-reduce":
+            dist.all_reduce(value, op=dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.MAX)
+        else:
+            dist.all_to_all_single(out, value)
+
+    call()
+    result = value if kind == "all-reduce" else out
+    moved = 4 * shard * (world - 1) * (2 if kind == "all-reduce" else 1)
+    return call, float((result - 1).abs().max()), moved
+
+
 def _row(
     args: argparse.Namespace,
     runtime: Runtime,
@@ -188,7 +217,7 @@ def _row(
             "op": name,
             "pass": "forward",
             "ms": ms,
-            "bytes": nbytes * runtime.world // max(1, runtime.world - 1),
+            "bytes": mib * 2**20 // runtime.world // 256 * 256 * runtime.world,
             "gbps": nbytes / ms / 1e6,
             "gemm": beside,
         }
@@ -283,7 +312,8 @@ def _train(
     """(median milliseconds of a step, loss of the first step's batch, exposed seconds of one step)."""
     torch.manual_seed(0)
     device = runtime.device
-    model: nn.Module = Stack(args.layers, args.width, max(1, args.width // 128), 0.0).to(device)
+    with device:  # one core of the host would draw the weights for long
+        model: nn.Module = Stack(args.layers, args.width, max(1, args.width // 128), 0.0)
     torch.manual_seed(1)
     x = torch.randn(args.batch, args.length, args.width, device=device)
     if device.type == "cuda" and sharded is None:

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     noise = 0.0  # how much two unchecked runs differ
     rows: list[dict[str, Any]] = []
     good = True
-    print(f"{'variant':28} {'step ms':>9} {'kept MiB':>9} {'peak MiB':>9} {'against none':>13} {'memory':>7}  error")
+    heads = " ".join(f"{head:>9}" for head in ("step ms", "host ms", "kept MiB", "peak MiB"))
+    print(f"{'variant':28} {heads} {'against none':>13} {'memory':>7}  error")
     for name, config in found.items():
         row, grads, plan = measure(make, device, args.batch, config, args.steps, reference)
         if not reference:
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         first = rows[0]
         share = row["kept_mib"] / first["kept_mib"] if first["kept_mib"] else float("nan")
         print(
-            f"{name:28} {row['ms']:9.2f} {row['kept_mib']:9.0f} {row['peak_mib']:9.0f} "
+            f"{name:28} {row['ms']:9.2f} {row['host_ms']:9.2f} {row['kept_mib']:9.0f} {row['peak_mib']:9.0f} "
             f"{row['ms'] / first['ms'] - 1:+13.1%} {share:7.2f}  "
             f"{row['error']:.1e}{'' if row['error'] <= limit else '  WRONG'}",
             flush=True,
@@ -118,7 +119,8 @@ def measure(
     steps: int,
     reference: list[torch.Tensor],
 ) -> tuple[dict[str, Any], list[torch.Tensor], Any]:
-    """(the row, gradients of the last step, the plan): median step time, bytes kept by the forward, peak."""
+    """(the row, gradients of the last step, the plan): median times of a step and of its launches on the host, bytes
+    kept by the forward, peak."""
     gc.collect()
     cuda = device.type == "cuda"
     if cuda:
@@ -126,7 +128,7 @@ def measure(
     model, names, loss = make(device, batch)
     regions = Regions(model, names, config) if config is not None else None
 
-    def step(seed: int) -> tuple[float, int]:
+    def step(seed: int) -> tuple[float, float, int]:
         if regions is not None:
             regions.begin()
         torch.manual_seed(seed)
@@ -135,9 +137,10 @@ def measure(
         value = loss()
         kept = (torch.cuda.memory_allocated() if cuda else 0) - before
         value.backward()
-        return _now(cuda) - began, kept
+        issued = time.perf_counter() - began
+        return _now(cuda) - began, issued, kept
 
-    for seed in range(MEASURED_STEPS + 2):
+    for seed in range(MEASURED_STEPS + 1):
         step(seed)
         model.zero_grad(set_to_none=True)
     if cuda:
@@ -155,13 +158,15 @@ def measure(
         "case": f"batch {batch}",
         "op": "train",
         "pass": "step",
-        "ms": statistics.median(t for t, _ in took) * 1e3,
-        "kept_mib": took[-1][1] / 2**20,
+        "ms": statistics.median(t for t, _, _ in took) * 1e3,
+        "host_ms": statistics.median(t for _, t, _ in took) * 1e3,
+        "kept_mib": took[-1][2] / 2**20,
         "peak_mib": (torch.cuda.max_memory_allocated() - resting) / 2**20 if cuda else 0.0,
         "error": error,
     }
     if regions is not None and regions.plan is not None:
         row["plan_kept_mib"] = regions.plan.kept / 2**20
+        row["plan_peak_mib"] = regions.plan.peak / 2**20
         row["plan_recomputed_ms"] = regions.plan.seconds * 1e3
     if not cuda and regions is not None and regions.plan is not None:
         row["kept_mib"] = row["plan_kept_mib"]

@@ -57,7 +57,7 @@ class GroupAllGather(PlainAllGather):
 
 
 class CopyEngineAllGather(AllGather):
-    """Every rank reads the others' windows; no SM moves data (two barriers of one small block each frame the copies).
+    """Every rank reads the others' windows; no SM moves data, and none waits for the others to have written and read.
 
     FSDP writes a unit's shard into its place of the output, which lies in a window: that is what the others read.
     """

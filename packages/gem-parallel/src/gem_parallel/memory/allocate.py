@@ -1,6 +1,9 @@
 """Which option every region takes under a common budget of bytes: a multiple-choice knapsack, small enough to be exact.
 
-    minimise  sum_i seconds[i][c_i]    subject to    sum_i bytes[i][c_i] <= budget
+    minimise  sum_i seconds[i][c_i]    subject to    sum_(j <= i) bytes[j][c_j] <= limits[i]  for every i
+
+One limit for all is a budget for what is kept at the end of the forward pass. Limits that differ hold a peak: while
+region i + 1 runs backward it is there as a whole, whatever was kept of it, so that the regions before it have less.
 
 States are (bytes, seconds) of the regions so far. A state that another one dominates is dropped, and so is one whose
 relaxed completion (fractions of options allowed: Sinha and Zoltners 1979) is worse than the greedy solution.
@@ -47,47 +50,48 @@ def _saving(options: Sequence[Option], fewer: int, more: int) -> float:
     return (a.seconds - b.seconds) / (b.kept - a.kept) if b.kept > a.kept else float("inf")
 
 
-def allocate_greedy(regions: Sequence[Sequence[Option]], budget: int) -> list[int]:
+def allocate_greedy(regions: Sequence[Sequence[Option]], limits: int | Sequence[int]) -> list[int]:
     """Every region's choice by marginal seconds saved per byte: the steepest step that still fits, again and again.
 
     At worst it misses the optimum by one step, which matters little when there are many.
 
     Raises:
-        ValueError: the smallest options exceed the budget.
+        ValueError: the smallest options exceed a limit.
     """
     hulls = [hull(options) for options in regions]
-    _check(regions, budget)
+    left = _room(regions, _each(regions, limits))
     at = [0] * len(regions)
-    left = budget - sum(options[h[0]].kept for options, h in zip(regions, hulls, strict=True))
     steps = sorted(
         ((-_saving(regions[r], h[i], h[i + 1]), r, i) for r, h in enumerate(hulls) for i in range(len(h) - 1)),
     )
     for _, region, index in steps:
         h = hulls[region]
         need = regions[region][h[index + 1]].kept - regions[region][h[index]].kept
-        if at[region] == index and need <= left:
-            at[region], left = index + 1, left - need
+        if at[region] == index and need <= left[region:].min():
+            at[region] = index + 1
+            left[region:] -= need
     return [h[i] for h, i in zip(hulls, at, strict=True)]
 
 
-def allocate(regions: Sequence[Sequence[Option]], budget: int) -> list[int]:
-    """Every region's choice, of the least total seconds within the budget; exact.
+def allocate(regions: Sequence[Sequence[Option]], limits: int | Sequence[int]) -> list[int]:
+    """Every region's choice, of the least total seconds within the limits; exact.
 
     Args:
-        regions: the options of every region, in any order.
-        budget: bytes for all of them together.
+        regions: the options of every region, in the order of the forward pass.
+        limits: bytes that each region and those before it may keep together; one number holds for all.
 
     Returns:
         an index into each region's options.
 
     Raises:
-        ValueError: the smallest options exceed the budget.
+        ValueError: the smallest options exceed a limit.
     """
-    greedy = allocate_greedy(regions, budget)
+    greedy = allocate_greedy(regions, limits)
     if not regions:
         return greedy
+    spare = _room(regions, _each(regions, limits))
     best = sum(options[i].seconds for options, i in zip(regions, greedy, strict=True))
-    least = [min(option.kept for option in options) for options in regions]
+    least = np.cumsum([min(option.kept for option in options) for options in regions])
     kept, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
     trail: list[tuple[np.ndarray, np.ndarray]] = []  # (choice, parent) of every state, region by region
     for index, options in enumerate(regions):
@@ -96,8 +100,9 @@ def allocate(regions: Sequence[Sequence[Option]], budget: int) -> list[int]:
         new_kept, new_seconds = (kept[:, None] + sizes).ravel(), (seconds[:, None] + costs).ravel()
         parent = np.repeat(np.arange(len(kept)), len(options))
         choice = np.tile(np.arange(len(options)), len(kept))
-        room = budget - sum(least[index + 1 :]) - new_kept
-        bound = new_seconds + _relaxed(regions[index + 1 :], np.maximum(room, 0))
+        beyond = new_kept - least[index]
+        room = spare[index:].min() - beyond
+        bound = new_seconds + _relaxed(regions[index + 1 :], np.maximum(spare[-1] - beyond, 0))
         alive = np.flatnonzero((room >= 0) & (bound <= best * (1 + 1e-12) + 1e-15))
         order = alive[np.lexsort((new_seconds[alive], new_kept[alive]))]
         fastest = np.minimum.accumulate(np.concatenate(([np.inf], new_seconds[order][:-1])))
@@ -133,9 +138,18 @@ def _relaxed(regions: Sequence[Sequence[Option]], room: np.ndarray) -> np.ndarra
     return np.asarray(floor - np.interp(room.astype(float), sizes, saved))
 
 
-def _check(regions: Sequence[Sequence[Option]], budget: int) -> None:
-    if any(not options for options in regions):
-        raise ValueError("every region needs at least one option")
-    least = sum(min(option.kept for option in options) for options in regions)
-    if least > budget:
-        raise ValueError(f"a budget of {budget} bytes is below the {least} that the regions keep at least")
+def _each(regions: Sequence[Sequence[Option]], limits: int | Sequence[int]) -> list[int]:
+    found = [limits] * len(regions) if isinstance(limits, int) else list(limits)
+    if len(found) != len(regions) or any(not options for options in regions):
+        raise ValueError(f"every region needs a limit and at least one option, got {len(found)} for {len(regions)}")
+    return found
+
+
+def _room(regions: Sequence[Sequence[Option]], limits: Sequence[int]) -> np.ndarray:
+    """Bytes between the smallest options and the limits, up to and with every region."""
+    least = np.cumsum([min(option.kept for option in options) for options in regions], dtype=np.int64)
+    room = np.asarray(limits, dtype=np.int64) - least
+    if (room < 0).any():
+        at = int(np.argmin(room))
+        raise ValueError(f"a budget of {limits[at]} bytes is below the {least[at]} that the regions keep at least")
+    return room

@@ -37,7 +37,7 @@ class MemoryPlan:
     Attributes:
         engine: "eager" or "compile".
         policy: "full", "uniform" or "regions".
-        budget: bytes that all regions together may keep.
+        budget: bytes that all regions together may hold at any time.
         regions: in the order of the forward pass.
         asked: what was asked for, in words.
     """
@@ -54,6 +54,12 @@ class MemoryPlan:
         return sum(row.point.kept for row in self.regions)
 
     @property
+    def peak(self) -> int:
+        """The most that the regions hold: while one runs backward it is there as a whole, beside what those before it
+        keep."""
+        return _peak([row.point.kept for row in self.regions], [row.whole for row in self.regions])
+
+    @property
     def seconds(self) -> float:
         """Seconds recomputed in a step."""
         return sum(row.point.seconds for row in self.regions)
@@ -63,7 +69,8 @@ class MemoryPlan:
         whole = sum(row.whole for row in self.regions)
         lines = [
             f"activations, {self.policy}, {self.engine}: {self.kept / _MIB:.1f} of {whole / _MIB:.1f} MiB kept "
-            f"(budget {self.budget / _MIB:.1f}), {self.seconds * 1e3:.2f} ms of {forward * 1e3:.2f} ms forward again",
+            f"(peak {self.peak / _MIB:.1f}, budget {self.budget / _MIB:.1f}), {self.seconds * 1e3:.2f} ms of "
+            f"{forward * 1e3:.2f} ms forward again",
             f"{'region':28} {'kept MiB':>10} {'of':>9} {'share':>6} {'again ms':>9} {'of forward':>10}  keeps",
         ]
         for row in self.regions:
@@ -116,28 +123,42 @@ def make_plan(
     """Choose a point of every curve.
 
     Args:
-        curves: of the regions.
+        curves: of the regions, in the order of the forward pass.
         policy: "full" (the fewest bytes everywhere), "uniform" (each region within the same share of its own bytes) or
-            "regions" (the least seconds for all together, exactly).
+            "regions" (the least seconds for all together at no higher a peak than that share would have, exactly).
         engine: which engine the points are for.
-        share: of the bytes that all regions keep without recomputation.
-        limit: bytes for all of them, instead of a share.
+        share: of the bytes that each region keeps without recomputation.
+        limit: bytes that all of them may hold at any time, instead of a share.
         asked: goes into the plan.
 
-    Below what the regions keep at least, the plan is the one that keeps least; its `budget` says what was asked for.
+    A region that runs backward is there as a whole, so that the last ones cost little more when they are kept whole,
+    and "regions" spends more on them than on the first ones. Below what the regions keep at least, the plan is the one
+    that keeps least; its `budget` says what was asked for.
     """
-    whole = sum(curve.whole for curve in curves)
-    budget = int(share * whole) if limit is None else limit
-    least = sum(curve.points[0].kept for curve in curves)
-    if policy == "full" or budget <= least:
+    wholes, least = [curve.whole for curve in curves], [curve.points[0].kept for curve in curves]
+    if limit is not None:
+        before = [sum(wholes[:i]) for i in range(len(wholes))]
+        share = min(((limit - w) / b for w, b in zip(wholes, before, strict=True) if b), default=1.0)
+        share = min(max(share, 0.0), 1.0)
+    budget = _peak([int(share * w) for w in wholes], wholes) if limit is None else limit
+    if policy == "full":
         chosen = [0] * len(curves)
     elif policy == "uniform":
-        part = budget / whole
-        chosen = [max(i for i, p in enumerate(c.points) if i == 0 or p.kept <= part * c.whole) for c in curves]
+        chosen = [max(i for i, p in enumerate(c.points) if i == 0 or p.kept <= share * c.whole) for c in curves]
     else:
-        chosen = allocate([[point.option for point in curve.points] for curve in curves], budget)
+        most = max(budget, _peak(least, wholes))
+        limits = [most - after for after in (*wholes[1:], 0)]
+        chosen = allocate([[point.option for point in curve.points] for curve in curves], limits)
     rows = [
         RegionPlan(region=c.region, point=c.points[i], whole=c.whole, forward_s=c.forward_s)
         for c, i in zip(curves, chosen, strict=True)
     ]
     return MemoryPlan(engine=engine, policy=policy, budget=budget, regions=tuple(rows), asked=asked)
+
+
+def _peak(kept: Sequence[int], wholes: Sequence[int]) -> int:
+    before, most = 0, 0
+    for mine, whole in zip(kept, wholes, strict=True):
+        most = max(most, before + whole)
+        before += mine
+    return most

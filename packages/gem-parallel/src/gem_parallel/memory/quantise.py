@@ -55,7 +55,7 @@ class Fp8Quantiser:
         scale = max |x| / 448,    data = e4m3(x / scale)
 
     so that an element x of a block with maximum m comes back within max(|x| / 16, m / 448 / 1024). A block that holds
-    an infinity or NaN comes back as NaN. On CUDA the arithmetic is fused by torch.compile (`fused`), elsewhere it is
+    an infinity or NaN comes back as NaN. On CUDA a Triton kernel passes over the tensor once (`fused`), elsewhere it is
     plain PyTorch.
     """
 
@@ -64,7 +64,6 @@ class Fp8Quantiser:
             raise ValueError(f"Fp8Quantiser.block must be >= 0 (0: one scale per row), got {block}")
         self.block = block
         self._fused = fused
-        self._compiled: tuple[Any, Any] | None = None
 
     def pack(self, tensor: torch.Tensor) -> Fp8Tensor:
         """See the class."""
@@ -72,21 +71,29 @@ class Fp8Quantiser:
         cols = last
         if self.block and tensor.numel() % self.block == 0:
             cols = self.block
-        data, scale = self._functions(tensor)[0](tensor.reshape(-1, cols) if cols else tensor.reshape(0, 1))
+        rows = tensor.reshape(-1, cols) if cols else tensor.reshape(0, 1)
+        if not self._works_fused(tensor):
+            return Fp8Tensor(*_pack(rows), tensor.shape, tensor.dtype)
+        from gem_parallel.memory import kernels
+
+        rows = rows.contiguous()
+        data = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
+        scale = torch.empty((len(rows), 1), dtype=torch.float32, device=rows.device)
+        kernels.pack(rows, data, scale, rows.shape[1])
         return Fp8Tensor(data, scale, tensor.shape, tensor.dtype)
 
     def unpack(self, packed: Fp8Tensor) -> torch.Tensor:
         """See the class."""
-        whole: torch.Tensor = self._functions(packed.data)[1](packed.data, packed.scale, packed.dtype)
-        return whole.reshape(packed.shape)
+        if not self._works_fused(packed.data):
+            return _unpack(packed.data, packed.scale, packed.dtype).reshape(packed.shape)
+        from gem_parallel.memory import kernels
 
-    def _functions(self, tensor: torch.Tensor) -> tuple[Any, Any]:
-        fused = tensor.is_cuda if self._fused is None else self._fused
-        if not fused:
-            return _pack, _unpack
-        if self._compiled is None:
-            self._compiled = torch.compile(_pack, dynamic=True), torch.compile(_unpack, dynamic=True)
-        return self._compiled
+        out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.data.device)
+        kernels.unpack(packed.data, packed.scale, out, packed.data.shape[1])
+        return out
+
+    def _works_fused(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda if self._fused is None else self._fused
 
 
 def _pack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [n, c] -> float8 [n, c], float32 [n, 1]

@@ -124,10 +124,10 @@ class Regions:
                 asked=config.asked,
             )
         )
-        if plan.kept > plan.budget and config.policy != "full":
+        if plan.peak > plan.budget and config.policy != "full":
             warnings.warn(
-                f"the activation budget of {plan.budget / 2**20:.1f} MiB is below the {plan.kept / 2**20:.1f} MiB that "
-                "the regions keep at least; everything is recomputed",
+                f"the activation budget of {plan.budget / 2**20:.1f} MiB is below the {plan.peak / 2**20:.1f} MiB that "
+                "the regions hold at least; recomputed is all but what costs no memory at the peak",
                 stacklevel=2,
             )
         self._follow(plan, "the plan")
