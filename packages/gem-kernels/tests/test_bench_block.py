@@ -70,20 +70,28 @@ def test_rows_of_a_case(monkeypatch, device):
     assert block.measure("block-d64-rope", device, only="", peer_names=(), gate_only=True, **shared) == []
 
 
-def test_a_trial_that_is_wrong_is_not_timed(monkeypatch, device, capsys):
+def test_what_is_wrong_or_raises_is_stepped_over(monkeypatch, device, capsys):
     make = block.problem
     monkeypatch.setattr(block, "problem", lambda name, where: make(name, where, LENGTHS))
-    run = block.ours(make("window-64-4096", device, LENGTHS))["triton"][0]
-    shared = {"passes": ("forward",), "only": "", "skip": (), "peer_names": (), "rounds": 1, "rep": 1, "ceilings": {}}
-    for name, ends in (("narrow", False), ("triton", True)):
-        found = {name: (lambda q, k, v: run(q, k, v) * 1.02, make("window-64-4096", device, LENGTHS).inputs)}
-        monkeypatch.setattr(block, "ours", lambda p, found=found: {n: (r, p.inputs) for n, (r, _) in found.items()})
-        if ends:
-            with pytest.raises(RuntimeError, match="triton forward is wrong"):
-                block.measure("window-64-4096", device, gate_only=True, **shared)
-        else:
-            assert block.measure("window-64-4096", device, gate_only=True, **shared) == []
-            assert "narrow forward is wrong" in capsys.readouterr().out
+    monkeypatch.setattr(block.timing, "captured", lambda run: run() and run)
+    monkeypatch.setattr(block.timing, "interleaved", lambda runs, rounds, rep: dict.fromkeys(runs, 0.5))
+    run, _ = block.ours(make("window-64-4096", device, LENGTHS))["triton"]
+    found = {"triton": run, "bent": lambda q, k, v: run(q, k, v) * 1.02}
+    monkeypatch.setattr(block, "ours", lambda p: {name: (r, p.inputs) for name, r in found.items()})
+
+    def broken(*_x):
+        raise NotImplementedError("no windows here")
+
+    monkeypatch.setattr(block, "others", lambda p, names: {"torch": broken})
+    ceilings = {"copy_tbps": 1.0, "gemm_bf16_tflops": 1.0}
+    rows = block.measure(
+        "window-64-4096", device, passes=("forward",), only="", skip=(), peer_names=(), rounds=1, rep=1,
+        ceilings=ceilings, gate_only=False,
+    )  # fmt: skip
+    assert [(row["variant"], row["peers"]) for row in rows] == [("triton", {})]
+    said = capsys.readouterr().out
+    assert "bent forward is wrong" in said
+    assert "peer torch forward: NotImplementedError: no windows here" in said
 
 
 def test_a_case_of_another_suite_is_refused(capsys):

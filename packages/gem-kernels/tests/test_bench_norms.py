@@ -71,3 +71,14 @@ def test_rows_of_a_case(monkeypatch, device):
         assert row["of_copy"] == round(row["gbps"] / 1e3 / 1e-3, 3)
         assert row["peers"] == {"torch": round(moved / 2.0 / 1e6, 1)}
     assert norms.measure("rms-residual-512", device, passes=passes, gate_only=True, **options) == []
+
+
+def test_what_is_wrong_is_stepped_over(monkeypatch, device, capsys):
+    p = norms.problem("rms-256", device, shrink=2**13)
+    monkeypatch.setattr(norms, "problem", lambda name, where: p)
+    monkeypatch.setattr(norms, "ours", lambda p: {"triton": lambda x, w: p.eager(x, w) * 1.02})
+    monkeypatch.setattr(norms.timing, "captured", lambda run: run)
+    monkeypatch.setattr(norms.timing, "interleaved", lambda runs, rounds, rep: dict.fromkeys(runs, 0.5))
+    options = {"peer_names": ("torch",), "rounds": 1, "rep": 1, "ceilings": {}, "gate_only": False}
+    assert norms.measure("rms-256", device, passes=("forward",), **options) == []
+    assert "triton: rms-256: rms_norm forward is wrong" in capsys.readouterr().out

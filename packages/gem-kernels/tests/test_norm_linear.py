@@ -1,10 +1,10 @@
-"""A projection of normalised rows: the reference against a float64 formula, the kernel against both, and what users
-pass.
+"""A projection with a norm before or after it: the reference against a float64 formula, the kernels against both, and
+what users pass.
 """
 
 import pytest
 import torch
-from gem_kernels import dispatch, norm_linear
+from gem_kernels import dispatch, linear_norm, norm_linear
 from gem_kernels.norm_linear import triton
 from gem_kernels.testing import poisoned, relative_error
 from gem_kernels.tiling import Tile
@@ -34,24 +34,83 @@ def formula(x, gain, weight, bias=None):
     return y if bias is None else y + bias
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "k", "n"), [(70, 72, 40), (1, 32, 8), (33, 64, 96), (0, 8, 8)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_kernel(device, rows, k, n, bias, dtype):
-    tensors = operands(rows, k, n, bias=bias, dtype=dtype, device=device)
+def after_formula(x, weight, gain, bias=None):
+    z = x @ weight.T if bias is None else x @ weight.T + bias
+    return z / (z.square().mean(-1, keepdim=True) + EPS).sqrt() * gain
+
+
+def after_operands(rows, k, n, **options):
+    x, _, weight, *bias = operands(rows, k, n, **options)
+    gain = (1 + 0.3 * torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)).to(x)
+    return [x, weight, gain.requires_grad_(), *bias]
+
+
+def check(run, tensors, formula, dtype, worst=None):
+    """Result and gradients of `run` against a float64 formula, over poisoned memory."""
     exact = [t.detach().double().requires_grad_() for t in tensors]
     with poisoned():
-        got = norm_linear(*tensors, eps=EPS, backend="triton")
+        got = run(*tensors)
     expected = formula(*exact)
     tolerance = 2e-3 if dtype == torch.float16 else 1e-2
     assert got.dtype == dtype
-    assert relative_error(got, expected) < tolerance
-    dy = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
+    assert relative_error(got, expected) < (worst or tolerance)
+    dy = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(got.device)
     with poisoned():
         gradients = torch.autograd.grad(got, tensors, dy.to(dtype))
     for a, b in zip(gradients, torch.autograd.grad(expected, exact, dy.to(dtype).double()), strict=True):
         assert a.dtype == dtype
         assert relative_error(a, b) < 2 * tolerance
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "k", "n"), [(70, 72, 40), (1, 32, 8), (33, 64, 96), (0, 8, 8)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kernel(device, rows, k, n, bias, dtype):
+    tensors = operands(rows, k, n, bias=bias, dtype=dtype, device=device)
+    check(lambda *t: norm_linear(*t, eps=EPS, backend="triton"), tensors, formula, dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "k", "n"), [(70, 72, 24), (1, 32, 8), (33, 64, 32), (0, 8, 8)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_norm_after(device, rows, k, n, bias, dtype):
+    tensors = after_operands(rows, k, n, bias=bias, dtype=dtype, device=device)
+    check(lambda *t: linear_norm(*t, eps=EPS, backend="triton"), tensors, after_formula, dtype)
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+class TestHopper:
+    @pytest.mark.parametrize("backend", ["hopper", "triton"])
+    @pytest.mark.parametrize(
+        ("rows", "k", "n"),
+        [(70, 72, 40), (1, 8, 8), (0, 8, 8), (129, 512, 264), (40_000, 1024, 512), (40_001, 256, 1024)],
+    )
+    def test_before(self, rows, k, n, backend):
+        """Also many tiles of a program that share rows: what overwrites a tile too early shows there."""
+        tensors = operands(rows, k, n, bias=rows % 2 == 1, dtype=torch.bfloat16, device="cuda")
+        run = lambda *t: norm_linear(*t, eps=EPS, backend=backend)  # noqa: E731
+        check(run, tensors, formula, torch.bfloat16, worst=3e-3)
+        assert torch.equal(run(*tensors), run(*tensors))
+
+    @pytest.mark.parametrize("backend", ["hopper", "triton"])
+    @pytest.mark.parametrize(("rows", "k", "n"), [(70, 72, 40), (1, 8, 8), (0, 8, 8), (40_001, 1024, 256)])
+    def test_after(self, rows, k, n, backend):
+        tensors = after_operands(rows, k, n, bias=rows % 2 == 1, dtype=torch.bfloat16, device="cuda")
+        run = lambda *t: linear_norm(*t, eps=EPS, backend=backend)  # noqa: E731
+        check(run, tensors, after_formula, torch.bfloat16, worst=3e-3)
+        assert torch.equal(run(*tensors), run(*tensors))
+
+
+def test_wide_rows_after_a_product_are_its_parts(device):
+    tensors = after_operands(5, 16, 512, dtype=torch.float64)
+    assert relative_error(linear_norm(*tensors, eps=EPS), after_formula(*tensors)) < 1e-14
+    tensors = after_operands(5, 16, 512, dtype=torch.bfloat16, device=device)
+    with pytest.raises(RuntimeError, match=r"at most 256 wide; got 512"):
+        linear_norm(*tensors, eps=EPS, backend="triton")
 
 
 def test_the_reference():
@@ -61,6 +120,9 @@ def test_the_reference():
     batched = norm_linear(x.unflatten(0, (2, 3)), gain, weight, eps=EPS)
     assert relative_error(batched.flatten(0, 1) + bias, expected) < 1e-14
     assert torch.autograd.gradcheck(lambda *t: norm_linear(*t, eps=EPS), (x, gain, weight, bias))
+    after = after_operands(6, 5, 3)
+    assert relative_error(linear_norm(*after, eps=EPS), after_formula(*after)) < 1e-14
+    assert torch.autograd.gradcheck(lambda *t: linear_norm(*t, eps=EPS), after)
 
 
 def test_strided_rows_and_float32_gain(device):
@@ -85,6 +147,9 @@ def test_opcheck(device):
     op = torch.ops.gem_kernels.norm_linear
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(op, (x, gain, weight, bias, EPS, "triton"), test_utils=checks)
+    x, weight, gain, bias = after_operands(9, 32, 16, dtype=torch.bfloat16, device=device)
+    op = torch.ops.gem_kernels.linear_norm
+    torch.library.opcheck(op, (x, weight, gain, bias, EPS, "triton"), test_utils=checks)
 
 
 def test_compiles_without_a_graph_break(device):
@@ -101,6 +166,7 @@ def test_errors(monkeypatch):
     for match, error, make in (
         (r"weight must be \[N, 8\]; got \(4, 7\)", ValueError, lambda: norm_linear(x, gain, weight[:, :7])),
         (r"gain must be \[8\]", ValueError, lambda: norm_linear(x, gain[:7], weight)),
+        (r"gain must be \[4\], as wide as the result", ValueError, lambda: linear_norm(x, weight, gain)),
         (r"bias must be \[4\]", ValueError, lambda: norm_linear(x, gain, weight, gain)),
         ("weight must be of x's dtype", TypeError, lambda: norm_linear(x, gain, weight.double())),
         ("x must be float16", TypeError, lambda: norm_linear(x.int(), gain, weight)),

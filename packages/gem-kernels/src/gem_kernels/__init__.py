@@ -10,7 +10,7 @@ from gem_kernels.block_attention import block_attention, block_attention_packed
 from gem_kernels.dispatch import why
 from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
-from gem_kernels.norm_linear import norm_linear
+from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.norms import layer_norm, qk_norm, rms_norm
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
@@ -29,6 +29,7 @@ __all__ = [
     "jagged_concat",
     "jagged_split",
     "layer_norm",
+    "linear_norm",
     "most_recent",
     "nn",
     "norm_linear",

@@ -156,12 +156,13 @@ def rotary(tokens: int, *, heads: int, head_dim: int, element_size: int = 2) -> 
     return Cost(forward_flops=0, forward_bytes=moved, backward_bytes=moved)
 
 
-def norm_linear(rows: int, inputs: int, outputs: int, *, element_size: int = 2) -> Cost:
-    """Cost of one `norm_linear` of [rows, inputs] to [rows, outputs] without a bias: a matrix product forward, two
-    backward. Bytes: x, the weight and y forward; x, dy and the weight, dx and the weight's gradient backward.
+def norm_linear(rows: int, inputs: int, outputs: int, *, after: bool = False, element_size: int = 2) -> Cost:
+    """Cost of one `norm_linear`, or (`after`) `linear_norm`, of [rows, inputs] to [rows, outputs] without a bias: a
+    matrix product forward, two backward. Bytes: x, the weight and y forward; x, dy and the weight, dx and the weight's
+    gradient backward.
     """
     x, y, weight = (n * element_size for n in (rows * inputs, rows * outputs, inputs * outputs))
-    gain = inputs * element_size
+    gain = (outputs if after else inputs) * element_size
     return Cost(
         forward_flops=2 * rows * inputs * outputs,
         forward_bytes=x + y + weight + gain,

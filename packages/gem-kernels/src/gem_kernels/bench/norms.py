@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gem_kernels import dispatch, flops, jagged, norms, sequences, testing
 from gem_kernels.bench import cases, timing
-from gem_kernels.norm_linear import norm_linear
+from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.rotary import reference as rotary_reference
 from gem_kernels.rotary import rope
 from gem_kernels.sequences import reference
@@ -25,6 +25,7 @@ from gem_kernels.sequences import reference
 ROWS, BATCH, LONGEST, HEADS = 2**18, 1152, 1024, 4
 KEPT = 64  # tokens that most_recent keeps
 EPS = 1e-6
+COMPILED = ("rms-512", "layer-512", "rms-residual-512", "layer-swish-512")  # norms with torch.compile beside them
 TOLERANCE = 1e-2  # relative error of a BF16 result against float64
 
 Outputs = tuple[Tensor, ...]
@@ -44,7 +45,8 @@ class Problem:
     eager: Run
     operator: str = "norms"  # the dispatch's name
     compiled: bool = False  # whether torch.compile of `eager` is a peer: building it takes seconds
-    liger: Callable[[], Run] | None = None
+    others: dict[str, Callable[[], Run]] = field(default_factory=dict)  # peers by name; ImportError if not installed
+    backends: tuple[str, ...] = ("triton",)  # those to measure
 
 
 def _normal(device: torch.device, *shape: int) -> Tensor:
@@ -98,23 +100,54 @@ def _norm(
     cost = flops.norm(rows * (HEADS if packed else 1), width, layer=layer, residual=residual, weight_size=2)
     op = f"{kind}_norm{'+residual' if residual else ''}{'+swish' if swish else ''}"
     known = not swish and not (layer and residual)
-    liger = functools.partial(_liger, kind, residual) if known else None
+    others: dict[str, Callable[[], Run]] = {"liger": functools.partial(_liger, kind, residual)} if known else {}
     return Problem(
-        name=name, op=op, width=width, inputs=inputs, cost=cost, ours=ours, eager=eager, liger=liger,
-        compiled=name == "rms-residual-512",
+        name=name, op=op, width=width, inputs=inputs, cost=cost, ours=ours, eager=eager, others=others,
+        compiled=name in COMPILED,
     )  # fmt: skip
 
 
 def _linear(name: str, inputs: int, outputs: int, device: torch.device, shrink: int) -> Problem:
-    """RMSNorm and a projection of ROWS rows."""
+    """RMSNorm and a projection of ROWS rows. "parts" is our norm, then cuBLAS; "liger" Liger's norm, then cuBLAS."""
     rows = ROWS // shrink
     weight = _normal(device, outputs, inputs) / inputs**0.5
+
+    def parts() -> Run:
+        return lambda x, gain, weight: F.linear(norms.rms_norm(x, gain, eps=EPS), weight)  # type: ignore[arg-type]
+
+    def liger() -> Run:
+        norm = _liger("rms", False)
+        return lambda x, gain, weight: F.linear(norm(x, gain), weight)
+
     return Problem(
         name=name, op="norm_linear", operator="norm_linear", width=inputs, compiled=True,
+        others={"parts": parts, "liger": liger}, backends=("hopper", "triton"),
         inputs=[_normal(device, rows, inputs), 1 + 0.1 * _normal(device, inputs), weight],
         cost=flops.norm_linear(rows, inputs, outputs),
         ours=lambda x, gain, weight, backend: norm_linear(x, gain, weight, eps=EPS, backend=backend),
         eager=lambda x, gain, weight: F.linear(F.rms_norm(x, (inputs,), gain, EPS), weight),
+    )  # fmt: skip
+
+
+def _after(name: str, inputs: int, outputs: int, device: torch.device, shrink: int) -> Problem:
+    """A projection of ROWS rows and the RMSNorm of its result; peers as in `_linear`."""
+    rows = ROWS // shrink
+    weight = _normal(device, outputs, inputs) / inputs**0.5
+
+    def parts() -> Run:
+        return lambda x, weight, gain: norms.rms_norm(F.linear(x, weight), gain, eps=EPS)
+
+    def liger() -> Run:
+        norm = _liger("rms", False)
+        return lambda x, weight, gain: norm(F.linear(x, weight), gain)
+
+    return Problem(
+        name=name, op="linear_norm", operator="norm_linear", width=inputs, compiled=True,
+        others={"parts": parts, "liger": liger}, backends=("hopper", "triton"),
+        inputs=[_normal(device, rows, inputs), weight, 1 + 0.1 * _normal(device, outputs)],
+        cost=flops.norm_linear(rows, inputs, outputs, after=True),
+        ours=lambda x, weight, gain, backend: linear_norm(x, weight, gain, eps=EPS, backend=backend),
+        eager=lambda x, weight, gain: F.rms_norm(F.linear(x, weight), (outputs,), gain, EPS),
     )  # fmt: skip
 
 
@@ -226,8 +259,9 @@ _MAKE: dict[str, Callable[..., Problem]] = {  # in this order, so that a run tha
     "from-dense-256": functools.partial(_dense, back=True, width=256),
     **{
         f"norm-linear-{k}-{n}": functools.partial(_linear, inputs=k, outputs=n)
-        for k, n in ((256, 1024), (1024, 256), (512, 1024), (1024, 512))
+        for k, n in ((256, 1024), (1024, 256), (512, 1024), (1024, 512), (256, 512), (512, 256))
     },
+    **{f"linear-norm-{k}-256": functools.partial(_after, inputs=k, outputs=256) for k in (256, 512, 1024)},
 }
 NAMES = tuple(_MAKE)
 
@@ -251,23 +285,30 @@ def _cotangents(outputs: Outputs) -> Outputs:
 
 
 class Variant:
-    """Something to check and to time. The graph of the backward pass is built at its first call."""
+    """Something to check and to time. The graph of the backward pass is built at the first call on a stream, since a
+    backward runs on the stream of its forward.
+    """
 
     def __init__(self, run: Run, inputs: Iterable[Tensor]) -> None:
         self.run, self.inputs = run, [x.detach() for x in inputs]  # strides are kept
-        self.kept: tuple[list[Tensor], Outputs, Outputs] | None = None
+        self.kept: dict[Any, tuple[list[Tensor], Outputs, Outputs]] = {}
 
     def forward(self) -> Outputs:
         """The outputs."""
         return _tuple(self.run(*self.inputs))
 
+    def cotangents(self, outputs: Outputs) -> Outputs:
+        """What the outputs' gradients are."""
+        return _cotangents(outputs)
+
     def backward(self) -> Outputs:
         """The gradients of all inputs."""
-        if self.kept is None:
+        stream = torch.cuda.current_stream() if self.inputs[0].is_cuda else None
+        if stream not in self.kept:
             leaves = [x.detach().requires_grad_() for x in self.inputs]
             outputs = _tuple(self.run(*leaves))
-            self.kept = leaves, outputs, _cotangents(outputs)
-        leaves, outputs, cotangents = self.kept
+            self.kept[stream] = leaves, outputs, self.cotangents(outputs)
+        leaves, outputs, cotangents = self.kept[stream]
         return torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
 
     def do(self, what: str) -> Outputs:
@@ -295,64 +336,90 @@ def peers(p: Problem, names: tuple[str, ...]) -> dict[str, Run]:
     """Those that are named, or all, and can be imported here."""
     found: dict[str, Run] = {"torch": p.eager}
     if p.compiled:
+        from torch._functorch import config
+
+        config.donated_buffer = False  # a compiled backward is run many times
         found["torch.compile"] = torch.compile(p.eager)
-    if p.liger is not None:
+    for name, make in p.others.items():
         try:
-            found["liger"] = p.liger()
+            found[name] = make()
         except ImportError as error:
-            print(f"  no liger: {error}")
+            print(f"  no {name}: {error}")
     return {name: run for name, run in found.items() if not names or name in names}
 
 
+def ours(p: Problem) -> dict[str, Run]:
+    """The operator on every backend that runs it here."""
+    if p.operator == "fbgemm":
+        return {"fbgemm": functools.partial(p.ours, backend="fbgemm")}
+    found: dict[str, Run] = {}
+    for backend in p.backends:
+        try:
+            dispatch.why(p.operator, p.inputs[0], backend)
+            found[backend] = functools.partial(p.ours, backend=backend)
+        except RuntimeError as error:
+            print(f"  {backend}: {error}")
+    return found
+
+
 def warm(name: str, device: torch.device, passes: tuple[str, ...], peer_names: tuple[str, ...]) -> None:
-    """Build what a case needs, on fewer rows where that builds the same, and check it."""
+    """Build what a case needs, on fewer rows where that builds the same."""
     try:
         p = problem(name, device)
         p = p if p.compiled else problem(name, device, shrink=16)
     except ImportError:
         return
-    gate(p, functools.partial(p.ours, backend="triton"), passes)
-    for run in peers(p, peer_names).values():
+    for run in [*ours(p).values(), *peers(p, peer_names).values()]:
         for what in passes:
-            Variant(run, p.inputs).do(what)
+            try:
+                Variant(run, p.inputs).do(what)
+            except Exception as error:  # heard of again when the case is measured
+                print(f"  {type(error).__name__}: {str(error)[:200]}")
 
 
 def measure(
     name: str, device: torch.device, *, passes: tuple[str, ...], peer_names: tuple[str, ...], rounds: int, rep: int,
-    ceilings: dict[str, float], gate_only: bool, backend: str = "triton",
+    ceilings: dict[str, float], gate_only: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of one case: the gate, then times of ours and of the peers; rates are GB/s of useful bytes."""
+    """The rows of one case: the gate, then times beside the peers; rates are GB/s of useful bytes. A backend whose
+    results are wrong, and a peer that raises, are said to be and have no time.
+    """
     try:
         p = problem(name, device)
     except ImportError as error:
         print(f"  {name}: {error}")
         return []
-    if p.operator == "fbgemm":
-        backend = "fbgemm"
-    else:
-        dispatch.why(p.operator, p.inputs[0], backend)  # raises, with the reason, where it cannot run
-    run = functools.partial(p.ours, backend=backend)
-    errors = gate(p, run, passes)
+    variants, errors = ours(p), {}
+    for backend, run in list(variants.items()):
+        try:
+            errors[backend] = gate(p, run, passes)
+        except RuntimeError as error:
+            print(f"  {backend}: {error}", flush=True)
+            del variants[backend]
     if gate_only:
         return []
     rows = []
     for what in passes:
-        runs: dict[str, timing.Run] = {backend: timing.captured(functools.partial(Variant(run, p.inputs).do, what))}
-        for peer, theirs in peers(p, peer_names).items():
+        runs: dict[str, timing.Run] = {}
+        for label, run in {**variants, **{f"peer {n}": run for n, run in peers(p, peer_names).items()}}.items():
             try:
-                runs[f"peer {peer}"] = timing.captured(functools.partial(Variant(theirs, p.inputs).do, what))
-            except Exception as error:  # whatever a peer throws is the finding
-                print(f"  {peer}: {type(error).__name__}: {str(error)[:200]}")
+                runs[label] = timing.captured(functools.partial(Variant(run, p.inputs).do, what))
+            except Exception as error:  # whatever it throws is the finding
+                print(f"  {label} {what}: {type(error).__name__}: {str(error)[:200]}")
         times = timing.interleaved(runs, rounds=rounds, rep=rep)
         moved = p.cost.forward_bytes if what == "forward" else p.cost.backward_bytes
-        rates = {n: round(moved / ms / 1e6, 1) for n, ms in times.items()}
         useful = p.cost.forward_flops if what == "forward" else p.cost.backward_flops
-        tflops = round(useful / times[backend] / 1e9, 1) if useful else None
-        rows.append({
-            "case": p.name, "op": p.op, "variant": backend, "pass": what, "dtype": "bfloat16", "head_dim": p.width,
-            "ms": round(times[backend], 4), "tflops": tflops, "gbps": rates[backend],
-            "of_gemm": None if tflops is None else round(tflops / ceilings["gemm_bf16_tflops"], 3),
-            "of_copy": round(rates[backend] / 1e3 / ceilings["copy_tbps"], 3), "error": errors[what],
-            "peers": {n.removeprefix("peer "): r for n, r in rates.items() if n != backend}, "unit": "gbps",
-        })  # fmt: skip
+        rates = {n: round(moved / ms / 1e6, 1) for n, ms in times.items()}
+        for backend in variants:
+            if backend not in times:
+                continue
+            tflops = round(useful / times[backend] / 1e9, 1) if useful else None
+            rows.append({
+                "case": p.name, "op": p.op, "variant": backend, "pass": what, "dtype": "bfloat16",
+                "head_dim": p.width, "ms": round(times[backend], 4), "tflops": tflops, "gbps": rates[backend],
+                "of_gemm": None if tflops is None else round(tflops / ceilings["gemm_bf16_tflops"], 3),
+                "of_copy": round(rates[backend] / 1e3 / ceilings["copy_tbps"], 3), "error": errors[backend][what],
+                "peers": {n.removeprefix("peer "): r for n, r in rates.items() if n.startswith("peer ")},
+                "unit": "gbps",
+            })  # fmt: skip
     return rows

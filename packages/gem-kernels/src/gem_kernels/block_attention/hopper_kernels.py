@@ -195,12 +195,12 @@ def forward_kernel(
         start, length, head = _pair(blocks_ptr, first + s * programs, tiles, HEADS)
         _load(descs, bufs, full, s, start, length, head, D)
     count = (tiles - first + programs - 1) // programs
+    start, length, head = _pair(blocks_ptr, first, tiles, HEADS)
     for i in range(count):
         tile = first + i * programs
         slot = i % SLOTS
-        start, length, head = _pair(blocks_ptr, tile, tiles, HEADS)
-        ahead = tile + SLOTS * programs
-        start1, length1, head1 = _pair(blocks_ptr, ahead, tiles, HEADS)
+        start2, length2, head2 = _pair(blocks_ptr, tile + programs, tiles, HEADS)  # now, so that nothing waits for it
+        start1, length1, head1 = _pair(blocks_ptr, tile + SLOTS * programs, tiles, HEADS)
         if length > 0:
             q, k, v = q_buf.index(slot), k_buf.index(slot), v_buf.index(slot)
             mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
@@ -219,6 +219,7 @@ def forward_kernel(
             _put(out, o_desc, o_ptr, o_row, q, start, length, head, D, AL)
             tma.store_wait(0)
             _load(descs, bufs, full, slot, start1, length1, head1, D)
+        start, length, head = start2, length2, head2
     tma.store_wait(0)
 
 
@@ -250,12 +251,12 @@ def backward_kernel(
         start, length, head = _pair(blocks_ptr, first + s * programs, tiles, HEADS)
         _load(descs, bufs, full, s, start, length, head, D)
     count = (tiles - first + programs - 1) // programs
+    start, length, head = _pair(blocks_ptr, first, tiles, HEADS)
     for i in range(count):
         tile = first + i * programs
         slot = i % SLOTS
-        start, length, head = _pair(blocks_ptr, tile, tiles, HEADS)
-        ahead = tile + SLOTS * programs
-        start1, length1, head1 = _pair(blocks_ptr, ahead, tiles, HEADS)
+        start2, length2, head2 = _pair(blocks_ptr, tile + programs, tiles, HEADS)  # now, so that nothing waits for it
+        start1, length1, head1 = _pair(blocks_ptr, tile + SLOTS * programs, tiles, HEADS)
         if length > 0:
             q, k, v, do = q_buf.index(slot), k_buf.index(slot), v_buf.index(slot), do_buf.index(slot)
             mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
@@ -294,4 +295,5 @@ def backward_kernel(
             _put(dQ, dq_desc, dq_ptr, g_row, q, start, length, head, D, AL)
             tma.store_wait(0)
             _load(descs, bufs, full, slot, start1, length1, head1, D)
+        start, length, head = start2, length2, head2
     tma.store_wait(0)

@@ -1,17 +1,20 @@
-"""RMSNorm folded into the projection that follows it."""
+"""RMSNorm folded into the projection that follows it, or into the one that it follows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS
 from gem_kernels.norm_linear import reference
 
-__all__ = ["norm_linear"]
+__all__ = ["linear_norm", "norm_linear"]
+
+WIDEST = 256  # columns of a result whose rows fit in one tile
 
 
 def norm_linear(
@@ -27,8 +30,9 @@ def norm_linear(
 
         y = W (x * gain) / sqrt(mean(x^2) + eps) + b
 
-    The kernel multiplies x by W diag(gain), sums the squares of x while its tiles pass, and divides at the end. The
-    backward pass recomputes the normalised rows, so that none are kept for it; its products are torch's.
+    The kernel multiplies x by W diag(gain) and divides its rows at the end; on Hopper it sums the squares of x while
+    the tiles pass. The backward pass recomputes the normalised rows, so that none are kept for it; its products are
+    torch's.
 
     Args:
         x: [..., K] float16, bfloat16, float32 or float64.
@@ -36,7 +40,7 @@ def norm_linear(
         weight: [N, K] in x's dtype.
         bias: [N] in x's dtype.
         eps: added to the mean square, positive.
-        backend: "reference" or "triton"; None lets `dispatch` choose.
+        backend: "reference", "triton" or "hopper"; None lets `dispatch` choose.
 
     Returns:
         y: [..., N] in x's dtype.
@@ -55,15 +59,64 @@ def norm_linear(
     return _forward(x.flatten(0, -2), gain, weight, bias, float(eps), name).unflatten(0, x.shape[:-1])
 
 
-def _check(x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+def linear_norm(
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> Tensor:
+    """Project every row and normalise the result by its root mean square, without writing the projection::
+
+        z = W x + b        y = z / sqrt(mean(z^2) + eps) * gain
+
+    The rows of a result of up to 256 columns fit in one tile of the product, which normalises them before they are
+    written; a wider one is torch's product and our norm. The backward pass computes z again.
+
+    Args:
+        x: [..., K] float16, bfloat16, float32 or float64.
+        weight: [N, K] in x's dtype.
+        gain: [N] floating, the norm's weight.
+        bias: [N] in x's dtype.
+        eps: added to the mean square, positive.
+        backend: "reference", "triton" or "hopper"; None lets `dispatch` choose.
+
+    Returns:
+        y: [..., N] in x's dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or eps that do not fit.
+        RuntimeError: the backend asked for cannot run this, for "triton" and "hopper" also rows that are too wide.
+
+    Source: Zhang and Sennrich, 2019, for the norm.
+    """
+    _check(x, gain, weight, bias, eps, gained=weight.shape[0] if weight.dim() == 2 else 0)
+    if backend is None and weight.shape[0] > WIDEST:
+        from gem_kernels.norms import rms_norm
+
+        wide = rms_norm(F.linear(x, weight, bias), gain, eps=eps)
+        assert isinstance(wide, Tensor)
+        return wide
+    name = dispatch.choose("norm_linear", x, backend, ("after", f"width:{weight.shape[0]}"))
+    if name == dispatch.REFERENCE:
+        return reference.linear_norm(x, weight, gain, bias, eps=float(eps))
+    return _after(x.flatten(0, -2), weight, gain, bias, float(eps), name).unflatten(0, x.shape[:-1])
+
+
+def _check(x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float, gained: int | None = None) -> None:
+    """`gained`: how wide the gain must be, as wide as x by default."""
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be float16, bfloat16, float32 or float64; got {x.dtype}")
     if x.dim() < 2 or x.shape[-1] == 0:
         raise ValueError(f"x must be [..., K] with K at least 1; got {tuple(x.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"weight must be [N, {x.shape[-1]}]; got {tuple(weight.shape)}")
-    if gain.shape != x.shape[-1:]:
+    if gained is None and gain.shape != x.shape[-1:]:
         raise ValueError(f"gain must be [{x.shape[-1]}], as wide as x; got {tuple(gain.shape)}")
+    if gained is not None and gain.shape != (gained,):
+        raise ValueError(f"gain must be [{gained}], as wide as the result; got {tuple(gain.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], one for each row of weight; got {tuple(bias.shape)}")
     if not gain.is_floating_point():
@@ -89,7 +142,7 @@ def _(x, gain, weight, bias, eps, backend):  # type: ignore[no-untyped-def]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, gain, weight, bias, ctx.eps, ctx.backend = inputs
+    x, gain, weight, bias, ctx.eps, _ = inputs
     ctx.bias = bias is not None
     ctx.save_for_backward(x, gain, weight)
 
@@ -99,12 +152,39 @@ def _autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     norm = torch.ops.gem_kernels.norm
     dx = dgain = dweight = None
     if ctx.needs_input_grad[2]:
-        normal, _ = norm(x, None, gain, None, "rms", ctx.eps, False, ctx.backend)
+        normal, _ = norm(x, None, gain, None, "rms", ctx.eps, False, "triton")
         dweight = dy.T @ normal
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
         backward = torch.ops.gem_kernels.norm_backward
-        dx, dgain, _ = backward(dy @ weight, None, x, gain, None, "rms", ctx.eps, False, ctx.backend)
+        dx, dgain, _ = backward(dy @ weight, None, x, gain, None, "rms", ctx.eps, False, "triton")
     return dx, dgain, dweight, dy.sum(0) if ctx.bias else None, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)
+
+
+@torch.library.custom_op("gem_kernels::linear_norm", mutates_args=())
+def _after(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor | None, eps: float, backend: str) -> Tensor:
+    return dispatch.module("norm_linear", backend).forward_after(x, weight, gain, bias, eps)
+
+
+@_after.register_fake
+def _(x, weight, gain, bias, eps, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _after_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, gain, bias, ctx.eps, _ = inputs
+    ctx.save_for_backward(x, weight, gain, bias)
+
+
+def _after_autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, weight, gain, bias = ctx.saved_tensors
+    backward = torch.ops.gem_kernels.norm_backward
+    dz, dgain, _ = backward(dy, None, F.linear(x, weight, bias), gain, None, "rms", ctx.eps, False, "triton")
+    dx = dz @ weight if ctx.needs_input_grad[0] else None
+    dweight = dz.T @ x if ctx.needs_input_grad[1] else None
+    return dx, dweight, dgain, None if bias is None else dz.sum(0), None, None
+
+
+_after.register_autograd(_after_autograd, setup_context=_after_setup)

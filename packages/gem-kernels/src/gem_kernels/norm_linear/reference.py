@@ -12,3 +12,9 @@ def norm_linear(x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, *,
     """y = W n + b of rows [M, K] with n their RMSNorm, rounded to x's dtype as the norm alone would."""
     normal, _ = norms.norm(x, None, gain, None, kind="rms", eps=eps, swish=False)
     return F.linear(normal, weight, bias)
+
+
+def linear_norm(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+    """The RMSNorm of rows W x + b, [M, N]."""
+    normal, _ = norms.norm(F.linear(x, weight, bias), None, gain, None, kind="rms", eps=eps, swish=False)
+    return normal

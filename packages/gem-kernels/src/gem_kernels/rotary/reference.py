@@ -9,7 +9,7 @@ from torch import Tensor
 def frequencies(dim: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
     """base^(-2 i / D) for the D / 2 pairs."""
     pair = torch.arange(0, dim, 2, device=device, dtype=dtype)
-    return torch.pow(torch.as_tensor(base, dtype=dtype, device=device), -pair / dim)
+    return torch.pow(base, -pair / dim)
 
 
 def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
