@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Decorate every kernel now: a test that sets the variable for a while would leave interpreted kernels on a GPU.
-for _operator in ("block_attention", "gdpa", "jagged_attention", "norms", "rotary", "sequences"):
+for _operator in ("block_attention", "gdpa", "jagged_attention", "norms", "projections", "rotary", "sequences"):
     import_module(f"gem_kernels.{_operator}.triton")
 
 

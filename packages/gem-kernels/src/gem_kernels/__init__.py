@@ -12,16 +12,19 @@ from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
 from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.norms import layer_norm, qk_norm, rms_norm
+from gem_kernels.projections import Turn, gated_heads, rotary_heads
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
 
 __all__ = [
     "Rope",
+    "Turn",
     "__version__",
     "block_attention",
     "block_attention_packed",
     "dispatch",
     "flops",
+    "gated_heads",
     "gdpa",
     "jagged",
     "jagged_add",
@@ -36,6 +39,7 @@ __all__ = [
     "qk_norm",
     "rms_norm",
     "rope",
+    "rotary_heads",
     "rote",
     "rote_positions",
     "why",

@@ -23,7 +23,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-OPERATORS = ("jagged_attention", "gdpa", "block_attention", "rotary", "norms", "norm_linear", "sequences")
+OPERATORS = (
+    "jagged_attention",
+    "gdpa",
+    "block_attention",
+    "rotary",
+    "norms",
+    "norm_linear",
+    "projections",
+    "sequences",
+)
 REFERENCE = "reference"
 
 

@@ -7,7 +7,7 @@ sequence.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,9 @@ class RMSNorm(nn.Module):
         """Weight 1."""
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., C] in x's dtype."""
-        return rms_norm(x, self.weight, eps=self.eps)  # type: ignore[return-value]
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """[..., C] -> [..., C] in x's dtype; with a residual, the norm of x + residual, and that sum."""
+        return rms_norm(x, self.weight, eps=self.eps, residual=residual)
 
     def extra_repr(self) -> str:
         """Shown in the module's repr."""
@@ -49,9 +49,9 @@ class LayerNorm(nn.LayerNorm):
     def __init__(self, dim: int, eps: float = 1e-5, *, device: torch.device | str | None = None) -> None:
         super().__init__(dim, eps, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., C] in x's dtype."""
-        return layer_norm(x, self.weight, self.bias, eps=self.eps)  # type: ignore[return-value]
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """[..., C] -> [..., C] in x's dtype; with a residual, the norm of x + residual, and that sum."""
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual)
 
 
 class NormLinear(nn.Module):
@@ -78,9 +78,12 @@ class NormLinear(nn.Module):
             self.norm = LayerNorm(in_features, eps, device=device)
         self.linear = nn.Linear(in_features, out_features, bias, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        return self.linear(self.norm(x))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """[..., in_features] -> [..., out_features]; with a residual, y of x + residual, and that sum in x's dtype."""
+        if residual is None:
+            return self.linear(self.norm(x))
+        normal, total = self.norm(x, residual.to(x.dtype))
+        return self.linear(normal), total
 
 
 class _Attention(nn.Module):
@@ -316,9 +319,19 @@ class PMA(nn.Module):
         """Queries from N(0, 1); the projections initialise themselves."""
         nn.init.normal_(self.queries)
 
-    def forward(self, x: Tensor, offsets: Tensor, max_len: int) -> Tensor:
-        """x [T, C], offsets [B + 1] -> [B, queries, out_dim]; an empty sequence gives the output bias."""
-        k, v = self.kv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+    def forward(self, x: Tensor, offsets: Tensor, max_len: int, residual: Tensor | None = None) -> Any:
+        """x [T, C], offsets [B + 1] -> [B, queries, out_dim]; an empty sequence gives the output bias.
+
+        With a residual (and `pre_norm`), what is pooled is x + residual, and that sum is returned, too.
+        """
+        if residual is None:
+            return self.pooled(self.kv(x), offsets, max_len)
+        kv, total = self.kv(x, residual)
+        return self.pooled(kv, offsets, max_len), total
+
+    def pooled(self, kv: Tensor, offsets: Tensor, max_len: int) -> Tensor:
+        """Projected keys and values [T, 2 H D] -> [B, queries, out_dim]."""
+        k, v = kv.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
         q = self.queries.to(k.dtype)  # [Lq, H, D]
         tensors = (q, k, v, None, offsets, q.shape[0], max_len)
         if self.activation is None:

@@ -1,0 +1,261 @@
+"""Between one packed projection and the operators that read its parts: one pass over memory each way.
+
+A projection makes gate, up and q, or q, k and v, side by side in one matrix. Taken apart with plain operators each part
+is normed, turned and copied by itself, and the gradients are copied together again; here a kernel writes each part
+once, and one gradient of the whole matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gem_kernels import dispatch
+from gem_kernels.checks import FLOATS
+from gem_kernels.projections import reference
+
+__all__ = ["Turn", "gated_heads", "rotary_heads"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A rotary embedding (see `gem_kernels.rope`): positions [T], integers or floats, and its base."""
+
+    positions: Tensor
+    base: float = 10000.0
+
+
+def gated_heads(
+    packed: Tensor,
+    hidden: int,
+    heads: int,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The parts of [gate || up || q] = packed: SwiGLU's product, and heads of q, each divided by its root mean square::
+
+        h = silu(gate) * up        q_h = q_h / sqrt(mean(q_h^2) + eps) * weight      in float32
+
+    Args:
+        packed: [T, 2 hidden + H D] float16, bfloat16, float32 or float64.
+        hidden: columns of gate and of up, at least 1.
+        heads: H. There may be no q: D = 0.
+        weight: [D] floating; without it q is as it is.
+        eps: added to the mean square, positive.
+        backend: "reference" or "triton"; None lets `dispatch` choose.
+
+    Returns:
+        h [T, hidden] and q [T, H, D] in packed's dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or eps that do not fit.
+        RuntimeError: the backend asked for cannot run this.
+
+    Sources: Shazeer, 2020 (GLU variants); Henry et al., 2020 (query-key normalisation).
+    """
+    _check(packed, heads, 2 * hidden, (weight,), eps)
+    if hidden < 1:
+        raise ValueError(f"hidden must be at least 1; got {hidden}")
+    width = packed.shape[1] - 2 * hidden
+    if weight is not None:
+        _check_weight("weight", weight, width // heads)
+    name = dispatch.choose("projections", packed, backend, (f"head:{width // heads}",))
+    if name == dispatch.REFERENCE:
+        return reference.gated_heads(packed, hidden, heads, weight, float(eps))
+    return _Gated.apply(packed, weight, hidden, heads, float(eps), name)  # type: ignore[no-any-return]
+
+
+def rotary_heads(
+    packed: Tensor,
+    heads: int,
+    weights: Sequence[Tensor | None],
+    *,
+    turns: Sequence[Turn] = (),
+    readers: int = 1,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> tuple[Tensor, ...]:
+    """The parts of [q || k || v] = packed, or of [k || v]: q and k normed (`rms_norm`) and turned (`rope`), v as it is.
+
+    Args:
+        packed: [T, (n + 1) H D] float16, bfloat16, float32 or float64.
+        heads: H.
+        weights: of the norms of the n = 1 or 2 parts before v, [D] each, or None for no norm.
+        turns: none; one for all heads; or two, of the first H // 2 heads and of the others.
+        readers: 2 gives k and v twice, for two operators that read them: their gradients then meet in the kernel.
+        eps: added to the mean square, positive.
+        backend: "reference" or "triton"; None lets `dispatch` choose.
+
+    Returns:
+        (q, k, v) or (k, v), [T, H, D] each, then k and v again for a second reader. v is a view of packed.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or eps that do not fit.
+        RuntimeError: the backend asked for cannot run this.
+
+    Sources: RoFormer (Su et al., 2021); Henry et al., 2020 (query-key normalisation).
+    """
+    weights = list(weights)
+    if len(weights) not in (1, 2) or len(turns) > 2 or readers not in (1, 2):
+        raise ValueError(
+            f"expected 1 or 2 weights, 0 to 2 turns, 1 or 2 readers; got {len(weights)}, {len(turns)}, {readers}"
+        )
+    _check(packed, heads * (len(weights) + 1), 0, weights, eps)
+    dim = packed.shape[1] // (heads * (len(weights) + 1))
+    for i, weight in enumerate(weights):
+        if weight is not None:
+            _check_weight(f"weights[{i}]", weight, dim)
+    if turns and dim % 2:
+        raise ValueError(f"rotary embedding needs an even head dimension; got {dim}")
+    for turn in turns:
+        if turn.positions.shape != packed.shape[:1] or turn.positions.device != packed.device or turn.base <= 0:
+            raise ValueError(
+                f"a turn needs positions [{packed.shape[0]}] on {packed.device} and a positive base; got "
+                f"{tuple(turn.positions.shape)} on {turn.positions.device} and {turn.base}"
+            )
+    positions, bases = [t.positions.detach() for t in turns], [float(t.base) for t in turns]
+    name = dispatch.choose("projections", packed, backend, (f"head:{dim}",))
+    if name == dispatch.REFERENCE or (weights[0] is None) != (weights[-1] is None):
+        parts = reference.rotary_heads(packed, heads, weights, positions, bases, float(eps))
+        return parts if readers == 1 else (*parts, *parts[-2:])
+    return _Rotary.apply(packed, *weights, len(weights), heads, positions, bases, readers, float(eps), name)  # type: ignore[no-any-return]
+
+
+def _check(packed: Tensor, heads: int, before: int, weights: Sequence[Tensor | None], eps: float) -> None:
+    if packed.dtype not in FLOATS:
+        raise TypeError(f"packed must be float16, bfloat16, float32 or float64; got {packed.dtype}")
+    width = packed.shape[-1] - before
+    if packed.dim() != 2 or heads < 1 or width < 0 or width % heads:
+        raise ValueError(f"packed must be [T, {before} + a multiple of {heads}]; got {tuple(packed.shape)}")
+    if eps <= 0:
+        raise ValueError(f"eps must be positive; got {eps}")
+    for weight in weights:
+        if weight is not None and weight.device != packed.device:
+            raise ValueError(f"weights must be on {packed.device} with packed; got {weight.device}")
+
+
+def _check_weight(name: str, weight: Tensor, dim: int) -> None:
+    if weight.shape != (dim,) or weight.dtype not in FLOATS:
+        raise ValueError(f"{name} must be floating [{dim}]; got {tuple(weight.shape)} {weight.dtype}")
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(packed, weight)
+        ctx.rest = (hidden, heads, eps, backend)
+        return _gated(packed, weight, hidden, heads, eps, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dgated: Tensor, dq: Tensor) -> tuple[Any, ...]:
+        packed, weight = ctx.saved_tensors
+        dpacked, dweight = _gated_backward(dgated, dq, packed, weight, *ctx.rest)
+        return dpacked, None if weight is None else dweight, None, None, None, None
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *weights, count, heads, positions, bases, readers, eps, backend = args
+        ctx.save_for_backward(packed, *weights, *positions)
+        ctx.rest = (count, heads, bases, eps, backend)
+        *parts, k = _rotary(packed, weights, heads, positions, bases, eps, backend)
+        v = packed.view(packed.shape[0], count + 1, heads, k.shape[2])[:, count]
+        return (*parts, k, v) if readers == 1 else (*parts, k, v, k.view(k.shape), v.view(v.shape))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        count, heads, bases, eps, backend = ctx.rest
+        packed, *saved = ctx.saved_tensors
+        weights, positions = saved[:count], saved[count:]
+        dq = grads[0] if count == 2 else None
+        dk, dv, *again = grads[count - 1 :]
+        dpacked, *dweights = _rotary_backward(
+            [dq, dk, dv, *again], packed, weights, heads, positions, bases, eps, backend
+        )
+        dweights = [None if w is None else dw for w, dw in zip(weights, dweights[-count:], strict=True)]
+        return dpacked, *dweights, *(None,) * 7
+
+
+@torch.library.custom_op("gem_kernels::gated_heads", mutates_args=())
+def _gated(
+    packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    return dispatch.module("projections", backend).gated(packed, weight, hidden, heads, eps)  # type: ignore[no-any-return]
+
+
+@_gated.register_fake
+def _(packed, weight, hidden, heads, eps, backend):  # type: ignore[no-untyped-def]
+    rows = packed.shape[0]
+    return packed.new_empty(rows, hidden), packed.new_empty(rows, heads, (packed.shape[1] - 2 * hidden) // heads)
+
+
+@torch.library.custom_op("gem_kernels::gated_heads_backward", mutates_args=())
+def _gated_backward(
+    dgated: Tensor,
+    dq: Tensor,
+    packed: Tensor,
+    weight: Tensor | None,
+    hidden: int,
+    heads: int,
+    eps: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    backward = dispatch.module("projections", backend).gated_backward
+    return backward(dgated, dq, packed, weight, hidden, heads, eps)  # type: ignore[no-any-return]
+
+
+@_gated_backward.register_fake
+def _(dgated, dq, packed, weight, *_rest):  # type: ignore[no-untyped-def]
+    return packed.new_empty(packed.shape), packed.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+
+
+@torch.library.custom_op("gem_kernels::rotary_heads", mutates_args=())
+def _rotary(
+    packed: Tensor,
+    weights: list[Tensor | None],
+    heads: int,
+    positions: list[Tensor],
+    bases: list[float],
+    eps: float,
+    backend: str,
+) -> list[Tensor]:
+    return dispatch.module("projections", backend).rotary(packed, weights, heads, positions, bases, eps)  # type: ignore[no-any-return]
+
+
+@_rotary.register_fake
+def _(packed, weights, heads, *_rest):  # type: ignore[no-untyped-def]
+    dim = packed.shape[1] // ((len(weights) + 1) * heads)
+    return [packed.new_empty(packed.shape[0], heads, dim) for _ in weights]
+
+
+@torch.library.custom_op("gem_kernels::rotary_heads_backward", mutates_args=())
+def _rotary_backward(
+    grads: list[Tensor | None],
+    packed: Tensor,
+    weights: list[Tensor | None],
+    heads: int,
+    positions: list[Tensor],
+    bases: list[float],
+    eps: float,
+    backend: str,
+) -> list[Tensor]:
+    backward = dispatch.module("projections", backend).rotary_backward
+    return backward(grads, packed, weights, heads, positions, bases, eps)  # type: ignore[no-any-return]
+
+
+@_rotary_backward.register_fake
+def _(grads, packed, weights, *_rest):  # type: ignore[no-untyped-def]
+    vectors = [packed.new_empty(0) if w is None else w.new_empty(w.shape) for w in weights]
+    return [packed.new_empty(packed.shape), *vectors]

@@ -1,0 +1,42 @@
+"""The parts of packed projections in plain PyTorch. Differentiable by autograd."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gem_kernels.norms import reference as norms
+from gem_kernels.rotary import reference as rotary
+
+
+def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of every head, or nothing without a weight."""
+    return x if weight is None else norms.norm(x, None, weight, None, kind="rms", eps=eps, swish=False)[0]
+
+
+def turned(x: Tensor, positions: list[Tensor], bases: list[float]) -> Tensor:
+    """Rotate the heads of [T, H, D] by the first positions, or the first half by these and the rest by the second."""
+    if not positions:
+        return x
+    if len(positions) == 1:
+        return rotary.rotate(x, positions[0], bases[0])
+    first = x.shape[1] // 2
+    halves = x.split((first, x.shape[1] - first), dim=1)
+    return torch.cat([rotary.rotate(h, p, b) for h, p, b in zip(halves, positions, bases, strict=True)], dim=1)
+
+
+def gated_heads(packed: Tensor, hidden: int, heads: int, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up [T, hidden] and the normed heads [T, H, D]; at least float32 in between."""
+    gate, up, rest = packed.split((hidden, hidden, packed.shape[1] - 2 * hidden), dim=1)
+    work = torch.promote_types(packed.dtype, torch.float32)
+    gated = (F.silu(gate.to(work)) * up.to(work)).to(packed.dtype)
+    return gated, normed(rest.unflatten(1, (heads, rest.shape[1] // heads)), weight, eps)
+
+
+def rotary_heads(
+    packed: Tensor, heads: int, weights: list[Tensor | None], positions: list[Tensor], bases: list[float], eps: float
+) -> tuple[Tensor, ...]:
+    """[T, (n + 1) H D] -> n tensors [T, H, D], normed and turned, and the last one as it is."""
+    *turning, v = packed.unflatten(1, (len(weights) + 1, heads, -1)).unbind(1)
+    return (*(turned(normed(x, w, eps), positions, bases) for x, w in zip(turning, weights, strict=True)), v)

@@ -1,0 +1,386 @@
+"""The parts of packed projections in portable Triton: each number is read once and written once, forward and backward.
+
+HEADS heads of D dims, padded to HP and DP (powers of two), are a tile [BM, HP, DP] of BM rows. A slot is a part that is
+normed and turned: q or k; what is behind the slots, v, passes through. The sums of the weights' gradients are made as
+those of `gem_kernels.norms.triton`: program p adds up its own rows, then a second kernel the programs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem_kernels import dispatch, tiling
+from gem_kernels.norms import triton as norms
+from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature
+
+__all__ = ["applies", "compile_cases", "gated", "gated_backward", "rotary", "rotary_backward"]
+
+MAX_WIDTH = 8192  # of the heads together
+COLUMNS = 512  # of a tile of gate and up
+ELEMENTS = 2048  # of a tile
+PARTS = norms.PARTS
+
+
+@triton.jit
+def _gate_kernel(
+    packed_ptr, h_ptr, packed_row, rows, HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // CHUNKS).to(tl.int64) * BM + tl.arange(0, BM)
+    column = program % CHUNKS * BN + tl.arange(0, BN)
+    mask = (row < rows)[:, None] & (column < HIDDEN)[None, :]
+    at = row[:, None] * packed_row + column[None, :]
+    gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
+    h = gate * tl.sigmoid(gate) * up
+    tl.store(h_ptr + row[:, None] * HIDDEN + column[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_backward_kernel(
+    packed_ptr, dh_ptr, dpacked_ptr, packed_row, dh_row, dpacked_row, rows,
+    HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // CHUNKS).to(tl.int64) * BM + tl.arange(0, BM)
+    column = program % CHUNKS * BN + tl.arange(0, BN)
+    mask = (row < rows)[:, None] & (column < HIDDEN)[None, :]
+    at = row[:, None] * packed_row + column[None, :]
+    gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
+    dh = tl.load(dh_ptr + row[:, None] * dh_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    open_ = tl.sigmoid(gate)
+    dup = dh * gate * open_
+    dgate = dh * up * open_ * (1.0 + gate * (1.0 - open_))
+    to = row[:, None] * dpacked_row + column[None, :]
+    tl.store(dpacked_ptr + to, dgate.to(dpacked_ptr.dtype.element_ty), mask=mask)
+    tl.store(dpacked_ptr + HIDDEN + to, dup.to(dpacked_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _angles(
+    first_f32, second_f32, row, inside, TURNS: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, LOG2_FIRST: tl.constexpr, LOG2_SECOND: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of positions times base^(-2 i / D), [BM, 1 or HP, DP / 2]; float64 keeps the frequencies exact."""
+    pair = tl.arange(0, DP // 2).to(tl.float64) * (-2.0 / D)
+    place = tl.load(first_f32 + row, mask=inside, other=0).to(tl.float32)
+    angle = place[:, None, None] * tl.exp2(pair * LOG2_FIRST).to(tl.float32)[None, None, :]
+    if TURNS == 2:
+        place = tl.load(second_f32 + row, mask=inside, other=0).to(tl.float32)
+        other = place[:, None, None] * tl.exp2(pair * LOG2_SECOND).to(tl.float32)[None, None, :]
+        angle = tl.where((tl.arange(0, HP) < HEADS // 2)[None, :, None], angle, other)
+    return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+def _turn(x, cos, sin, BM: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr):
+    """Rotate interleaved pairs of float32 heads [BM, HP, DP]; -sin turns back."""
+    even, odd = tl.split(tl.reshape(x, (BM, HP, DP // 2, 2)))
+    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BM, HP, DP))
+
+
+@triton.jit
+def _scale(x, D: tl.constexpr, EPS: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of heads [BM, HP, DP]: [BM, HP, 1]."""
+    return tl.rsqrt(tl.sum(x * x, axis=2) / D + EPS)[:, :, None]
+
+
+@triton.jit
+def _weight(weight_f32, D: tl.constexpr, DP: tl.constexpr):
+    dim = tl.arange(0, DP)
+    return tl.load(weight_f32 + dim, mask=dim < D, other=0.0).to(tl.float32)[None, None, :]
+
+
+@triton.jit
+def _places(row, row_stride, inside, HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Element offsets of a tile of heads, and which of them there are."""
+    head, dim = tl.arange(0, HP), tl.arange(0, DP)
+    at = row[:, None, None] * row_stride + (head * D)[None, :, None] + dim[None, None, :]
+    return at, inside[:, None, None] & (head < HEADS)[None, :, None] & (dim < D)[None, None, :]
+
+
+@triton.jit
+def _slot(
+    source, target, weight_f32, at, to, mask, cos, sin,
+    D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+    TURNS: tl.constexpr,
+):  # fmt: skip
+    x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        x = x * _scale(x, D, EPS) * _weight(weight_f32, D, DP)
+    if TURNS:
+        x = _turn(x, cos, sin, BM, HP, DP)
+    tl.store(target + to, x.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _heads_kernel(
+    packed_ptr, weight0_f32, weight1_f32, first_f32, second_f32, out0_ptr, out1_ptr, packed_row, rows,
+    SLOTS: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    EPS: tl.constexpr, NORM: tl.constexpr, TURNS: tl.constexpr, LOG2_FIRST: tl.constexpr, LOG2_SECOND: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inside = row < rows
+    at, mask = _places(row, packed_row, inside, HEADS, HP, D, DP)
+    to, _ = _places(row, HEADS * D, inside, HEADS, HP, D, DP)
+    cos, sin = 0.0, 0.0
+    if TURNS:
+        cos, sin = _angles(first_f32, second_f32, row, inside, TURNS, HEADS, HP, D, DP, LOG2_FIRST, LOG2_SECOND)
+    _slot(packed_ptr, out0_ptr, weight0_f32, at, to, mask, cos, sin, D, DP, HP, BM, EPS, NORM, TURNS)
+    if SLOTS == 2:
+        source = packed_ptr + HEADS * D
+        _slot(source, out1_ptr, weight1_f32, at, to, mask, cos, sin, D, DP, HP, BM, EPS, NORM, TURNS)
+
+
+@triton.jit
+def _slot_backward(
+    source, target, grad, again, weight_f32, at, to, from_, mask, cos, sin,
+    D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+    TURNS: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient of a slot; returns that of the weight, [BM, HP, DP], or of nothing."""
+    d = tl.load(grad + from_, mask=mask, other=0.0).to(tl.float32)
+    if AGAIN:
+        d += tl.load(again + from_, mask=mask, other=0.0).to(tl.float32)
+    if TURNS:
+        d = _turn(d, cos, -sin, BM, HP, DP)
+    dweight = d
+    if NORM:
+        x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+        scale = _scale(x, D, EPS)
+        normal = x * scale
+        dweight = d * normal
+        d = d * _weight(weight_f32, D, DP)
+        along = (tl.sum(d * normal, axis=2) / D)[:, :, None]
+        d = (d - normal * along) * scale
+    tl.store(target + to, d.to(target.dtype.element_ty), mask=mask)
+    return dweight
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _heads_backward_kernel(
+    packed_ptr, weight0_f32, weight1_f32, first_f32, second_f32, d0_ptr, d1_ptr, d1_again_ptr, dv_ptr, dv_again_ptr,
+    dpacked_ptr, parts_f32, packed_row, dpacked_row, rows, tiles,
+    SLOTS: tl.constexpr, VALUES: tl.constexpr, AGAIN: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr, TURNS: tl.constexpr,
+    LOG2_FIRST: tl.constexpr, LOG2_SECOND: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """d0 is of the first slot and d1 of the second; of one slot alone, d1 and its second reader's."""
+    part = tl.program_id(0).to(tl.int64)
+    if NORM:
+        dweight0 = tl.zeros((BM, HP, DP), tl.float32)
+        if SLOTS == 2:
+            dweight1 = tl.zeros((BM, HP, DP), tl.float32)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        row = (part * tiles + i) * BM + tl.arange(0, BM)
+        inside = row < rows
+        at, mask = _places(row, packed_row, inside, HEADS, HP, D, DP)
+        to, _ = _places(row, dpacked_row, inside, HEADS, HP, D, DP)
+        from_, _ = _places(row, HEADS * D, inside, HEADS, HP, D, DP)
+        cos, sin = 0.0, 0.0
+        if TURNS:
+            cos, sin = _angles(first_f32, second_f32, row, inside, TURNS, HEADS, HP, D, DP, LOG2_FIRST, LOG2_SECOND)
+        if SLOTS == 2:
+            d = _slot_backward(
+                packed_ptr, dpacked_ptr, d0_ptr, d0_ptr, weight0_f32, at, to, from_, mask, cos, sin,
+                D, DP, HP, BM, EPS, NORM, TURNS, False,
+            )  # fmt: skip
+            if NORM:
+                dweight0 += d
+            d = _slot_backward(
+                packed_ptr + HEADS * D, dpacked_ptr + HEADS * D, d1_ptr, d1_again_ptr, weight1_f32, at, to, from_, mask,
+                cos, sin, D, DP, HP, BM, EPS, NORM, TURNS, AGAIN,
+            )  # fmt: skip
+            if NORM:
+                dweight1 += d
+        else:
+            d = _slot_backward(
+                packed_ptr, dpacked_ptr, d1_ptr, d1_again_ptr, weight0_f32, at, to, from_, mask, cos, sin,
+                D, DP, HP, BM, EPS, NORM, TURNS, AGAIN,
+            )  # fmt: skip
+            if NORM:
+                dweight0 += d
+        if VALUES:
+            dv = tl.load(dv_ptr + from_, mask=mask, other=0.0).to(tl.float32)
+            if AGAIN:
+                dv += tl.load(dv_again_ptr + from_, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dpacked_ptr + SLOTS * HEADS * D + to, dv.to(dpacked_ptr.dtype.element_ty), mask=mask)
+    if NORM:
+        dim = tl.arange(0, DP)
+        tl.store(parts_f32 + part * (SLOTS * D) + dim, tl.sum(tl.sum(dweight0, axis=0), axis=0), mask=dim < D)
+        if SLOTS == 2:
+            tl.store(parts_f32 + part * (SLOTS * D) + D + dim, tl.sum(tl.sum(dweight1, axis=0), axis=0), mask=dim < D)
+
+
+def applies(problem: dispatch.Problem) -> tuple[bool, str]:
+    """Which problems these kernels take: `head_dim` is the width of a row of the packed matrix."""
+    if problem.head_dim > 4 * MAX_WIDTH:
+        return False, f"the Triton kernels take packed rows up to {4 * MAX_WIDTH} wide; got {problem.head_dim}"
+    return tiling.applies_to_dtype(problem)
+
+
+def tile(heads: int, dim: int, backward: bool) -> Tile:
+    """`ELEMENTS` elements of whole rows; backward, the next tile is loaded while one is computed."""
+    width = triton.next_power_of_2(heads) * max(2, triton.next_power_of_2(dim))
+    return Tile(
+        bm=max(1, ELEMENTS // width), bn=width, warps=max(4, min(16, width // 512)), stages=2 if backward else 1
+    )
+
+
+def _gate_tile(hidden: int) -> Tile:
+    columns = min(COLUMNS, triton.next_power_of_2(hidden))
+    return Tile(bm=max(1, ELEMENTS // columns), bn=columns, warps=4, stages=1)
+
+
+def _shape(heads: int, dim: int) -> dict[str, int]:
+    return {"HEADS": heads, "HP": triton.next_power_of_2(heads), "D": dim, "DP": max(2, triton.next_power_of_2(dim))}
+
+
+def _turns(positions: list[Tensor], bases: list[float]) -> dict[str, object]:
+    logs = [math.log2(b) for b in bases] + [0.0, 0.0]
+    return {"TURNS": len(positions), "LOG2_FIRST": logs[0], "LOG2_SECOND": logs[1]}
+
+
+def _forward(
+    packed: Tensor, weights: list[Tensor | None], heads: int, dim: int, positions: list[Tensor], bases: list[float],
+    eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """Every slot [T, H, D] of packed [T, >= slots H D]."""
+    rows = packed.shape[0]
+    outs = [torch.empty(rows, heads, dim, dtype=packed.dtype, device=packed.device) for _ in weights]
+    places = [p.contiguous() for p in positions] or [packed]
+    given = [packed if w is None else w for w in weights]
+    t = tile(heads, dim, False)
+    launch(
+        _heads_kernel, triton.cdiv(rows, t.bm) if dim else 0, packed.device, t,
+        packed, given[0], given[-1], places[0], places[-1], outs[0], outs[-1], packed.stride(0), rows,
+        SLOTS=len(weights), **_shape(heads, dim), BM=t.bm, EPS=eps, NORM=weights[0] is not None,
+        **_turns(positions, bases),
+    )  # fmt: skip
+    return outs
+
+
+def _backward(
+    grads: list[Tensor | None], packed: Tensor, dpacked: Tensor, weights: list[Tensor | None], heads: int, dim: int,
+    positions: list[Tensor], bases: list[float], eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """Writes the columns of the slots, and of v if there are its gradients, into dpacked; the weights' gradients.
+
+    `grads` are those of q (None for one slot), of k, and perhaps of v, then of a second reader's k and v.
+    """
+    rows, slots, norm = packed.shape[0], len(weights), weights[0] is not None
+    dq, dk, *others = grads
+    assert dk is not None
+    dv, dk_again, dv_again = (*others, None, None, None)[:3] if others else (None, None, None)
+    d0, d1, d1_again, v, v_again = (
+        dk if x is None else x.contiguous() for x in (dq, dk, dk_again, dv, dv_again)
+    )  # fmt: skip
+    places = [p.contiguous() for p in positions] or [packed]
+    given = [packed if w is None else w for w in weights]
+    t = tile(heads, dim, True)
+    tiles = triton.cdiv(rows, t.bm)
+    each = triton.cdiv(tiles, PARTS)
+    parts = triton.cdiv(tiles, each) if tiles and dim else 0
+    sums = torch.empty(parts * slots * dim if norm else 0, dtype=torch.float32, device=packed.device)
+    launch(
+        _heads_backward_kernel, parts, packed.device, t,
+        packed, given[0], given[-1], places[0], places[-1], d0, d1, d1_again, v, v_again, dpacked, sums,
+        packed.stride(0), dpacked.stride(0), rows, each,
+        SLOTS=slots, VALUES=dv is not None, AGAIN=dk_again is not None, **_shape(heads, dim), BM=t.bm, EPS=eps,
+        NORM=norm, **_turns(positions, bases), STAGES=t.stages,
+    )  # fmt: skip
+    dweights = [
+        torch.empty(0 if w is None else dim, dtype=packed.dtype if w is None else w.dtype, device=packed.device)
+        for w in weights
+    ]
+    if norm:
+        launch(
+            norms._sum_kernel, triton.cdiv(slots * dim, norms.SUM.bn), packed.device, norms.SUM,
+            sums, dweights[0], dweights[-1], parts, C=dim, BIAS=slots == 2, BM=norms.SUM.bm, BN=norms.SUM.bn,
+        )  # fmt: skip
+    return dweights
+
+
+def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up [T, hidden], and the heads behind them."""
+    packed = rows_of(packed)
+    rows, dim = packed.shape[0], (packed.shape[1] - 2 * hidden) // heads
+    h = torch.empty(rows, hidden, dtype=packed.dtype, device=packed.device)
+    t = _gate_tile(hidden)
+    chunks = triton.cdiv(hidden, t.bn)
+    launch(
+        _gate_kernel, triton.cdiv(rows, t.bm) * chunks, packed.device, t, packed, h, packed.stride(0), rows,
+        HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn,
+    )  # fmt: skip
+    return h, _forward(packed[:, 2 * hidden :], [weight], heads, dim, [], [], eps)[0]
+
+
+def gated_backward(
+    dgated: Tensor, dq: Tensor, packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The gradient of packed, and of the weight ([0] without one)."""
+    packed, dgated = rows_of(packed), rows_of(dgated)
+    rows, dim = packed.shape[0], (packed.shape[1] - 2 * hidden) // heads
+    dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+    t = _gate_tile(hidden)
+    chunks = triton.cdiv(hidden, t.bn)
+    launch(
+        _gate_backward_kernel, triton.cdiv(rows, t.bm) * chunks, packed.device, t,
+        packed, dgated, dpacked, packed.stride(0), dgated.stride(0), dpacked.stride(0), rows,
+        HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn,
+    )  # fmt: skip
+    q, dq_to = packed[:, 2 * hidden :], dpacked[:, 2 * hidden :]
+    (dweight,) = _backward([None, dq], q, dq_to, [weight], heads, dim, [], [], eps)
+    return dpacked, dweight
+
+
+def rotary(
+    packed: Tensor, weights: list[Tensor | None], heads: int, positions: list[Tensor], bases: list[float], eps: float
+) -> list[Tensor]:
+    """The slots before v."""
+    packed = rows_of(packed)
+    return _forward(packed, weights, heads, packed.shape[1] // ((len(weights) + 1) * heads), positions, bases, eps)
+
+
+def rotary_backward(
+    grads: list[Tensor | None], packed: Tensor, weights: list[Tensor | None], heads: int, positions: list[Tensor],
+    bases: list[float], eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """The gradient of packed, and of each weight ([0] without one)."""
+    packed = rows_of(packed)
+    dim = packed.shape[1] // ((len(weights) + 1) * heads)
+    dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+    return [dpacked, *_backward(grads, packed, dpacked, weights, heads, dim, positions, bases, eps)]
+
+
+def compile_cases() -> list[CompileCase]:
+    """Every kernel at the shapes of GEM's preset "large", and of a small one with odd sizes."""
+    cases = []
+    for heads, dim, hidden, turns in ((4, 128, 1024, 1), (3, 24, 80, 2)):
+        t = _gate_tile(hidden)
+        constants: dict[str, object] = {"HIDDEN": hidden, "CHUNKS": triton.cdiv(hidden, t.bn), "BM": t.bm, "BN": t.bn}
+        for name, kernel in (("gate", _gate_kernel), ("gate backward", _gate_backward_kernel)):
+            types, divisible = signature(kernel, "bf16", constants)
+            cases.append(CompileCase(f"projections {name} bf16 c{hidden}", kernel, types, constants, t, divisible))
+        for slots in (1, 2):
+            shared: dict[str, object] = {
+                "SLOTS": slots, **_shape(heads, dim), "EPS": 1e-6, "NORM": True, "TURNS": turns if slots == 2 else 0,
+                "LOG2_FIRST": math.log2(1e4), "LOG2_SECOND": math.log2(1e2),
+            }  # fmt: skip
+            for name, kernel, extra in (
+                ("heads", _heads_kernel, {}),
+                ("heads backward", _heads_backward_kernel, {"VALUES": slots == 2, "AGAIN": slots == 2}),
+            ):
+                t = tile(heads, dim, bool(extra))
+                stages = {"STAGES": t.stages} if extra else {}
+                constants = {**shared, **extra, **stages, "BM": t.bm}
+                types, divisible = signature(kernel, "bf16", constants)
+                title = f"projections {name} bf16 h{heads} d{dim} slots {slots}"
+                cases.append(CompileCase(title, kernel, types, constants, t, divisible))
+    return cases

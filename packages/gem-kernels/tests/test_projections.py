@@ -1,0 +1,155 @@
+"""Parts of packed projections: reference and kernels against formulas in float64, and what users pass."""
+
+import pytest
+import torch
+from gem_kernels import Turn, gated_heads, rotary_heads
+from gem_kernels.nn import PMA, NormLinear
+from gem_kernels.projections import triton
+from gem_kernels.testing import loop_rope, poisoned, relative_error
+from gem_kernels.tiling import Tile
+
+EPS = 1e-3
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def small_launches(monkeypatch, device):
+    """In the interpreter, few rows span several tiles, and several tiles a program; a GPU runs the real launches."""
+    if device.type == "cpu":
+        real = triton.tile
+        monkeypatch.setattr(triton, "tile", lambda h, d, b: Tile(bm=4, bn=real(h, d, b).bn))
+        monkeypatch.setattr(triton, "PARTS", 3)
+        monkeypatch.setattr(triton, "COLUMNS", 16)
+        monkeypatch.setattr(triton, "ELEMENTS", 64)
+
+
+def normal(*shape, seed, dtype, device):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype).requires_grad_()
+
+
+def norm_by_hand(x, weight):
+    return x if weight is None else x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def compare(got, expected, leaves, wide, dtype):
+    """Outputs and gradients; `expected` are of the same numbers in float64."""
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == dtype
+        assert a.shape == b.shape
+        assert relative_error(a, b) < TOLERANCE[dtype]
+    cotangents = [normal(*a.shape, seed=50 + i, dtype=dtype, device=a.device).detach() for i, a in enumerate(got)]
+    with poisoned():
+        gradients = torch.autograd.grad(got, leaves, cotangents)
+    references = torch.autograd.grad(expected, wide, [c.double() for c in cotangents])
+    for x, a, b in zip(leaves, gradients, references, strict=True):
+        assert a.dtype == x.dtype
+        assert relative_error(a, b) < 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("rows", "hidden", "heads", "dim", "normed"),
+    [(9, 24, 2, 16, True), (30, 40, 3, 6, True), (7, 16, 2, 8, False), (5, 8, 2, 0, False), (0, 8, 1, 4, True)],
+)
+def test_gate_and_heads_are_the_formula(rows, hidden, heads, dim, normed, dtype, backend, device):
+    packed = normal(rows, 2 * hidden + heads * dim, seed=rows, dtype=dtype, device=device)
+    weight = normal(dim, seed=2, dtype=torch.float32, device=device) if normed else None
+    leaves = [packed] + ([weight] if normed else [])
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    gate, up, rest = wide[0].split((hidden, hidden, heads * dim), dim=1)
+    heads_ = torch.stack([rest[:, h * dim : (h + 1) * dim] for h in range(heads)], dim=1)
+    expected = (gate / (1 + torch.exp(-gate)) * up, norm_by_hand(heads_, wide[1] if normed else None))
+    with poisoned():
+        got = gated_heads(packed, hidden, heads, weight, eps=EPS, backend=backend)
+    compare(got, expected, leaves, wide, dtype)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize(
+    ("rows", "heads", "dim", "slots", "turns", "normed"),
+    [
+        (9, 2, 16, 2, 1, True), (21, 3, 6, 2, 2, True), (13, 4, 8, 1, 1, True), (6, 2, 4, 1, 2, False),
+        (5, 2, 3, 2, 0, True),
+    ],
+)  # fmt: skip
+def test_queries_keys_and_values_are_the_formula(
+    rows, heads, dim, slots, turns, normed, readers, dtype, backend, device
+):
+    packed = normal(rows, (slots + 1) * heads * dim, seed=rows, dtype=dtype, device=device)
+    weights = [normal(dim, seed=7 + i, dtype=torch.float32, device=device) if normed else None for i in range(slots)]
+    places = [torch.arange(rows, 0, -1, device=device), torch.rand(rows, device=device) * 9][:turns]
+    leaves = [packed, *(w for w in weights if w is not None)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    parts = [
+        torch.stack([part[:, h * dim : (h + 1) * dim] for h in range(heads)], dim=1)
+        for part in wide[0].split(heads * dim, dim=1)
+    ]
+    expected = []
+    for i, part in enumerate(parts[:-1]):
+        x = norm_by_hand(part, wide[1 + i] if normed else None)
+        edges = {0: (), 1: ((0, heads),), 2: ((0, heads // 2), (heads // 2, heads))}[turns]
+        turned = [loop_rope(x[:, a:b], p, base) for (a, b), p, base in zip(edges, places, (1e4, 1e2), strict=False)]
+        expected.append(torch.cat(turned, dim=1) if turned else x)
+    expected.append(parts[-1])
+    expected += expected[-2:] if readers == 2 else []
+    given = [Turn(positions=p, base=b) for p, b in zip(places, (1e4, 1e2), strict=False)]
+    with poisoned():
+        got = rotary_heads(packed, heads, weights, turns=given, readers=readers, eps=EPS, backend=backend)
+    compare(got, tuple(expected), leaves, wide, dtype)
+
+
+def test_rows_of_a_wider_matrix_are_read_where_they_are(device):
+    wide = normal(6, 40, seed=1, dtype=torch.float32, device=device)
+    packed = wide[:, 4:36]
+    for call in (
+        lambda x, b: gated_heads(x, 8, 2, backend=b),
+        lambda x, b: rotary_heads(x, 4, [None], turns=[Turn(positions=torch.arange(6, device=device))], backend=b),
+    ):
+        for a, b in zip(call(packed, "triton"), call(packed.contiguous(), "reference"), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_values_are_not_copied(device):
+    packed = normal(5, 24, seed=1, dtype=torch.float32, device=device)
+    *_, v = rotary_heads(packed, 2, [None, None], backend="triton")
+    assert v.data_ptr() == packed[:, 16:].data_ptr()
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_modules_add_a_residual_in_the_norm(norm, device):
+    torch.manual_seed(0)
+    x, more = (torch.randn(6, 8, device=device, requires_grad=True) for _ in range(2))
+    layer, pool = NormLinear(8, 5, norm=norm, device=device), PMA(8, 3, 2, pre_norm=True, device=device)
+    offsets = torch.tensor([0, 4, 6], device=device)
+    for call in (layer, lambda *a: pool(a[0], offsets, 4, *a[1:])):
+        got, total = call(x, more)
+        expected = call(x + more)
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(total, x + more)
+        weights = [torch.randn_like(t) for t in (got, total)]
+        ours = torch.autograd.grad((got, total), (x, more), weights)
+        theirs = torch.autograd.grad((expected, x + more), (x, more), weights)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_mistakes_are_named():
+    packed = torch.zeros(3, 24)
+    for call, says in (
+        (lambda: gated_heads(packed, 8, 3), r"must be \[T, 16 \+ a multiple of 3\]"),
+        (lambda: gated_heads(packed, 0, 3), "hidden must be at least 1"),
+        (lambda: gated_heads(packed, 8, 2, torch.ones(3)), r"floating \[4\]"),
+        (lambda: gated_heads(packed, 8, 2, eps=0.0), "eps must be positive"),
+        (lambda: rotary_heads(packed, 2, []), "expected 1 or 2 weights"),
+        (lambda: rotary_heads(packed, 2, [None, torch.ones(3)]), r"weights\[1\] must be floating \[4\]"),
+        (lambda: rotary_heads(packed, 4, [None, None], turns=[Turn(positions=torch.ones(2))]), r"positions \[3\]"),
+        (lambda: rotary_heads(packed[:, :18], 2, [None, None], turns=[Turn(positions=torch.ones(3))]), "even head"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()
+    with pytest.raises(TypeError, match="int64"):
+        gated_heads(packed.long(), 8, 2)
