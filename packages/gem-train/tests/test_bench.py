@@ -11,12 +11,12 @@ from gem_model.flops import unit_flops
 from gem_parallel import Profile
 from gem_train.cli import main
 from gem_train.config import to_toml
-from gem_train.measuring import alone
+from gem_train.measuring import alone, kernels
 from gem_train.measuring.batches import half_filled
 from gem_train.measuring.bench import PARTS, waterfall
 from gem_train.measuring.recompute import recompute
 from gem_train.measuring.table import render
-from gem_train.measuring.waterfall import OPTIMIZER, RECOMPUTATION, STEP, _union, split, trace_step
+from gem_train.measuring.waterfall import OPTIMIZER, RECOMPUTATION, STEP, _union, of_a_step, split, trace_step
 from gem_train.metrics import PEAK_TFLOPS, peak_flops
 from gem_train.report.figures import imbalance
 from gem_train.testing import assembled, tiny_config
@@ -74,6 +74,45 @@ def test_a_union_has_the_instants_of_its_spans():
         again[a:b] = True
     assert (again == covered).all()
     assert (np.diff(union[:, 0]) > 0).all()
+
+
+def traced(name, ts, dur, cat="cpu_op", tid=1, **args):
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "tid": tid, "args": args}
+
+
+def test_kernels_belong_to_operators_and_modules():
+    """A trace made by hand: a product in a module, its gradient in autograd's thread, and a copy nobody asked for."""
+    sizes = {"Input Dims": [[6], [4, 8], [8, 6]], "Input type": ["float", "float", "float"]}
+    events = [
+        traced(kernels.MODULE + "layers.3", 0, 50, "user_annotation"),
+        traced("aten::addmm", 5, 10, **sizes, **{"Sequence number": 7}),
+        traced("cudaLaunchKernel", 6, 1, "cuda_runtime", correlation=1),
+        traced(kernels.BACKWARD + "AddmmBackward0", 60, 20, tid=2, **{"Sequence number": 7}),
+        traced("aten::mm", 62, 10, tid=2, **{"Input Dims": [[8, 4], [4, 6]], "Input type": ["c10::BFloat16"] * 2}),
+        traced("cudaLaunchKernel", 63, 1, "cuda_runtime", tid=2, correlation=2),
+        traced("sm90_gemm", 20, 30, "kernel", tid=7, correlation=1),
+        traced("sm90_gemm", 70, 10, "kernel", tid=7, correlation=2),
+        traced("Memcpy DtoD", 78, 4, "gpu_memcpy", tid=7, correlation=3),
+    ]
+    found = kernels.tables({"traceEvents": events}, cuda=True)
+    kinds = {row["name"]: (round(row["seconds"] * 1e6), row["flops"], row["bytes"]) for row in found["kinds"]}
+    assert kinds == {
+        "matrix products, forward": (30, 2 * 4 * 8 * 6, 4 * (6 + 32 + 48)),
+        "matrix products, backward": (10, 2 * 8 * 4 * 6, 2 * (32 + 24)),
+        "copies and casts, forward": (4, 0, 0),
+    }
+    parts = [row["name"] for row in found["parts"]]
+    assert parts == ["layers.*, forward", "layers.*, backward", "(no module), forward"]
+    assert round(found["gaps_s"] * 1e6) == 20
+    assert round(found["kernels_s"] * 1e6) == 44
+    assert "sm90_gemm <- aten::addmm" in kernels.render(found)
+
+
+def test_a_step_is_its_parts_and_what_is_left():
+    part = dict.fromkeys(PARTS, 0.0) | {"layers": 0.2, "optimizer": 0.1, "gaps": 7.0, "step": 8.0}
+    found = of_a_step(part, 4, 1.0)
+    expected = {"layers": 0.8, "optimizer": 0.1, "gaps": 0.1, "step": 1.0}
+    assert found == pytest.approx(dict.fromkeys(PARTS, 0.0) | expected)
 
 
 def rank(communication, layers, local=0.5):
@@ -141,8 +180,9 @@ def test_bench_from_the_command_line_and_what_the_planner_reads(cache, tmp_path,
     file, out = tmp_path / "tiny.toml", tmp_path / "bench"
     file.write_text(to_toml(tiny_config(cache)))
     options = ["--steps", "2", "--warm-up", "1", "--repeats", "1", "--out", str(out)]
-    assert main(["bench", "--config", str(file), *options, "--set", "optim.accumulate=2"]) == 0
+    assert main(["bench", "--config", str(file), *options, "--set", "optim.accumulate=2", "--by", "kernel"]) == 0
     said = capsys.readouterr().out
+    assert "layers.*.towers.events.sequence.ffn, backward" in said
     assert "E2E MFU – = local MFU – x scaling ratio" in said
     assert "no MFU on a CPU" in said
     found = json.loads((out / "efficiency.json").read_text())

@@ -22,7 +22,7 @@ from gem_train.ladder.rungs import RUNGS, Rung, Stand, never
 from gem_train.measuring.recompute import recompute
 from gem_train.testing import tiny_config
 
-PEERS = Operators(attention="padded", ffn="padded", rope="torch", norm="torch")
+PEERS = Operators(attention="padded", ffn="padded", rope="torch", norm="torch", stream="autocast", parts="torch")
 
 
 def jagged_case(dtype=torch.float64):

@@ -18,7 +18,7 @@ class TokenMix(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, d] -> [B, M, d]."""
-        return torch.matmul(self.weight.to(x.dtype), x)
+        return torch.bmm(self.weight.to(x.dtype).expand(x.shape[0], -1, -1), x)  # matmul would copy x transposed
 
 
 class FactorizationMachine(nn.Module):
@@ -37,7 +37,7 @@ class FactorizationMachine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, d] -> [B, M, d]."""
-        y = torch.matmul(x.transpose(1, 2), self.compress.to(x.dtype))  # [B, d, k]
+        y = torch.bmm(x.transpose(1, 2), self.compress.to(x.dtype).expand(x.shape[0], -1, -1))  # [B, d, k]
         products = torch.bmm(x, y).flatten(1)  # [B, N * k]
         return self.linear(self.mlp(self.norm(products))).unflatten(1, (self.n_out, self.width))
 

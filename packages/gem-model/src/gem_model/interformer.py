@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import torch
+from gem_kernels import most_recent
+from gem_kernels.nn import LayerNorm
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
@@ -13,8 +15,8 @@ from gem_model.dhen import DHEN
 from gem_model.dropout import Dropout
 from gem_model.interaction import TokenMix, Wukong
 from gem_model.names import ByName
-from gem_model.pooling import make_pool, most_recent
-from gem_model.sequence import History, SequenceLayer
+from gem_model.pooling import make_pool, pool
+from gem_model.sequence import History, SequenceLayer, working_dtype
 
 
 class Gating(nn.Module):
@@ -58,7 +60,7 @@ class Tower(nn.Module):
         self.recent = config.recent
         self.sequence = SequenceLayer(config, events_attend=events_attend)
         self.pma = make_pool(config)
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = LayerNorm(config.width)
         self.gating = Gating(config.width)
 
     def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor, Tensor]:
@@ -66,10 +68,12 @@ class Tower(nn.Module):
         history, cls = self.sequence(history, cls, x_sum)
         parts = [cls]
         if self.pma is not None:
-            parts.append(self.pma(history.tokens, history.offsets, history.max_len).to(cls.dtype))
+            pooled, history = pool(self.pma, history)
+            parts.append(pooled)
+        history = history.settled()
         if self.recent:
-            parts.append(most_recent(history.tokens, history.offsets, self.recent).to(cls.dtype))
-        return history, cls, self.leave(self.gating(self.norm(torch.cat(parts, dim=1))))
+            parts.append(most_recent(history.tokens, history.offsets, self.recent))
+        return history, cls, self.leave(self.gating(self.norm(_together(parts))))
 
 
 def interaction(n_in: int, config: GemConfig) -> nn.Module:
@@ -125,4 +129,9 @@ class InterFormerLayer(nn.Module):
                     cls[source] = torch.cat((entered, cls[source]), dim=1)
                 histories[source], cls[source], s_sum = tower(histories[source], cls[source], entered)
                 tokens.append(s_sum)
-        return self.dropout(self.interaction(torch.cat(tokens, dim=1))), histories, cls
+        return self.dropout(self.interaction(_together(tokens))), histories, cls
+
+
+def _together(tokens: list[Tensor]) -> Tensor:
+    """[B, n, d] tensors as one; under autocast in its dtype, which is what reads them."""
+    return torch.cat([t.to(working_dtype(t)) for t in tokens], dim=1)

@@ -1,17 +1,18 @@
-"""From a history of any length to a few tokens: pooling by learned queries, in one step or two; the K most recent.
+"""From a history of any length to a few tokens: pooling by learned queries, in one step or two.
 
 `B` samples, `T` events, `d` width.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from gem_kernels.nn import PMA
+from typing import Any
+
+from gem_kernels.nn import PMA, LayerNorm
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
 from gem_model.interaction import TokenMix
+from gem_model.sequence import History
 
 KRONECKER_TERMS = 2
 
@@ -27,14 +28,16 @@ class SeedPooling(nn.Module):
     def __init__(self, width: int, seeds: int, queries: int, heads: int) -> None:
         super().__init__()
         self.read = PMA(width, seeds, heads, pre_norm=True)
-        self.norm = nn.LayerNorm(width)
+        self.norm = LayerNorm(width)
         self.dims = nn.Linear(width, KRONECKER_TERMS * width, bias=False)  # B_r
         self.mix = TokenMix(KRONECKER_TERMS * seeds, queries)  # A_r
 
-    def forward(self, s: Tensor, offsets: Tensor, max_len: int) -> Tensor:
-        """Tokens [T, d] of offsets [B + 1] -> [B, q, d]."""
-        z = self.norm(self.read(s, offsets, max_len))  # [B, s, d]
-        return self.mix(self.dims(z).unflatten(2, (KRONECKER_TERMS, -1)).flatten(1, 2))
+    def forward(self, s: Tensor, offsets: Tensor, max_len: int, residual: Tensor | None = None) -> Any:
+        """Tokens [T, d] of offsets [B + 1] -> [B, q, d]; with a residual, of s + residual, and that sum as well."""
+        z, *total = (self.read(s, offsets, max_len),) if residual is None else self.read(s, offsets, max_len, residual)
+        z = self.dims(self.norm(z))  # [B, s, terms d]
+        pooled = self.mix(z.unflatten(2, (KRONECKER_TERMS, -1)).flatten(1, 2))
+        return (pooled, *total) if total else pooled
 
 
 def make_pool(config: GemConfig) -> nn.Module | None:
@@ -46,12 +49,10 @@ def make_pool(config: GemConfig) -> nn.Module | None:
     return None
 
 
-def most_recent(s: Tensor, offsets: Tensor, k: int) -> Tensor:
-    """The last k events of each sample, latest first: [T, d] -> [B, k, d], zeros where the history is shorter."""
-    if s.shape[0] == 0:
-        s = F.pad(s, (0, 0, 0, 1))  # index_select needs a row to point at, and autograd an edge to the events
-    back = torch.arange(1, k + 1, device=s.device)
-    row = offsets[1:, None] - back  # [B, k]
-    there = row >= offsets[:-1, None]
-    tokens = s.index_select(0, row.clamp(min=0).flatten()).unflatten(0, row.shape)
-    return tokens.masked_fill(~there[..., None], 0.0)
+def pool(module: nn.Module, history: History) -> tuple[Tensor, History]:
+    """What a pooling makes of the tokens, [B, q, d], and the history with the tokens settled."""
+    at = (history.offsets, history.max_len)
+    if history.more is None:
+        return module(history.tokens, *at), history
+    pooled, tokens = module(history.tokens, *at, history.more)
+    return pooled, history.settled(tokens)

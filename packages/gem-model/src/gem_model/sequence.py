@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
-from gem_kernels import gdpa, jagged_attention, rope
+from gem_kernels import Turn, gated_heads, gdpa, jagged_attention, rotary_heads
 from gem_kernels.nn import NormLinear, RMSNorm
 from torch import Tensor, nn
 
@@ -24,17 +23,45 @@ ROTE_BASE = 100.0  # log time runs from 0 to about 15, not to 10,000: a smaller 
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """The events of one source on their way through the layers."""
+    """The events of one source on their way through the layers.
+
+    The tokens are S = ``tokens`` + ``more``: what a block adds to them is left to the next norm, which adds it in the
+    pass over memory that it makes anyway (:func:`read`, :meth:`settled`).
+    """
 
     tokens: Tensor  # [T, d]
     offsets: Tensor  # [B + 1]
     max_len: int
     rank: Tensor  # [T] int64: 1 for the latest event of a sample, 2 for the one before
     age: Tensor  # [T] float32: log(1 + dt / time_scale) from the event to the request
+    more: Tensor | None = None  # [T, d]
 
-    def with_tokens(self, tokens: Tensor) -> History:
-        """The same events, other tokens."""
-        return replace(self, tokens=tokens)
+    def plus(self, more: Tensor | None) -> History:
+        """The same events with something to be added to their tokens; only where nothing is waiting for that."""
+        assert self.more is None
+        return replace(self, more=more)
+
+    def settled(self, tokens: Tensor | None = None) -> History:
+        """With ``more`` added; ``tokens`` is the sum where somebody has it already."""
+        if tokens is None:
+            tokens = self.tokens if self.more is None else self.tokens + self.more.to(self.tokens.dtype)
+        return replace(self, tokens=tokens, more=None)
+
+
+def read(layer: NormLinear, history: History) -> tuple[Tensor, History]:
+    """What a layer makes of the tokens, [T, out], and the history with the tokens settled."""
+    if history.more is None:
+        return layer(history.tokens), history
+    out, tokens = layer(history.tokens, history.more)
+    return out, history.settled(tokens)
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products of ``x`` come out in: autocast's dtype where it is on, else its own."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def uniform_offsets(batch: int, count: int, device: torch.device) -> Tensor:
@@ -71,16 +98,15 @@ class HeadNorms(nn.Module):
         self.q = RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
         self.k = RMSNorm(config.head_dim) if config.qk_norm else nn.Identity()
 
-    def events(self, qk: Tensor) -> Tensor:
-        """q and k side by side, or k alone: [T, 2 or 1, H, D] -> the same."""
-        if isinstance(self.k, nn.Identity):
-            return qk
-        *q, k = qk.unbind(1)
-        return torch.stack([*(self.q(t) for t in q), self.k(k)], dim=1)
+    @property
+    def weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of q and of k, [D] each, for kernels that norm in passing."""
+        q, k = (norm.weight if isinstance(norm, RMSNorm) else None for norm in (self.q, self.k))
+        return q, k
 
 
 class PersonalisedFFN(nn.Module):
-    """S' = S + SwiGLU(Norm S) + GDPA(W_q Norm S; K, V of X_sum): InterFormer's PFFN in Kunlun's GDPA form.
+    """SwiGLU(Norm S) + GDPA(W_q Norm S; K, V of X_sum), to be added to S: InterFormer's PFFN in Kunlun's GDPA form.
 
     The second term is a feed-forward network act(n K^T) V whose weights K, V in R^{P x d} each sample makes from its
     own non-sequence tokens, so that events are transformed in the light of the user and the candidate.
@@ -99,30 +125,34 @@ class PersonalisedFFN(nn.Module):
             self.out = nn.Linear(config.width, config.width)
             self.norms = HeadNorms(config)
 
-    def forward(self, history: History, x_sum: Tensor) -> Tensor:
+    def forward(self, history: History, x_sum: Tensor) -> History:
         """Tokens [T, d]; x_sum [B, n_sum, d]."""
-        gate, up, q = self.up(history.tokens).split(self.splits, dim=1)
-        tokens = history.tokens + self.down(F.silu(gate) * up)
+        packed, history = read(self.up, history)
+        hidden, q = self._parts(packed)
+        more = self.down(hidden)
         if not self.personal:
-            return tokens
-        q = self.norms.q(q.unflatten(1, (self.heads, -1)))  # [T, H, D]
-        k, v = self.kv(self.mix(x_sum)).flatten(0, 1).unflatten(1, (2, self.heads, -1)).unbind(1)  # [B P, H, D]
-        k_offsets = uniform_offsets(x_sum.shape[0], self.personal, x_sum.device)
-        o = gdpa(
-            q,
-            self.norms.k(k),
-            v,
-            history.offsets,
-            k_offsets,
-            history.max_len,
-            self.personal,
-            activation=self.activation,
-        )
-        return tokens + self.out(o.flatten(1))
+            return history.plus(more)
+        k, v = self._personal(self.kv(self.mix(x_sum)).flatten(0, 1))  # [B P, H, D]
+        return history.plus(more + self.out(self._transform(q, k, v, history).flatten(1)))
+
+    def _parts(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """SwiGLU's product [T, hidden] and the normed queries [T, H, D]."""
+        return gated_heads(packed, self.hidden, self.heads, self.norms.weights[0] if self.personal else None)
+
+    def _personal(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed keys and the values, [B P, H, D], of [B P, 2 d]."""
+        k, v = rotary_heads(kv, self.heads, self.norms.weights[1:])
+        return k, v
+
+    def _transform(self, q: Tensor, k: Tensor, v: Tensor, history: History) -> Tensor:
+        """act(q K^T) V of each event with its sample's keys and values, [T, H, D]."""
+        k_offsets = uniform_offsets(history.offsets.shape[0] - 1, self.personal, q.device)
+        sizes = (history.max_len, self.personal)
+        return gdpa(q, k, v, history.offsets, k_offsets, *sizes, activation=self.activation)
 
 
 class HistoryAttention(nn.Module):
-    """[CLS || S]' = [CLS || S] + MHA([CLS || S]): events attend to events, CLS tokens to every event.
+    """MHA([CLS || S]), to be added to [CLS || S]: events attend to events, CLS tokens to every event.
 
     The CLS tokens stand before the sequence and share its keys and values, but live in their own [B, C, d] tensor: the
     jagged one is then never copied, and a window on the events does not narrow what the CLS tokens see. They hold the
@@ -143,38 +173,39 @@ class HistoryAttention(nn.Module):
         self.out_norm = nn.LayerNorm(config.width) if config.attention == "gdpa" else None
         self.out = nn.Linear(config.width, config.width)
 
-    def forward(self, history: History, cls: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, history: History, cls: Tensor) -> tuple[History, Tensor]:
         """Events [T, d] and CLS tokens [B, C, d] -> the same shapes."""
         batch, count = cls.shape[:2]
-        tokens = history.tokens
-        projected = self.qkv(tokens).unflatten(1, (-1, self.heads, self.head_dim))  # [T, 3 or 2, H, D]
-        qk, v = projected.split([projected.shape[1] - 1, 1], dim=1)
-        *q_events, k = self._rotate(self.norms.events(qk), history).unbind(1)
-        v = v.squeeze(1)
-        if self.events_attend:
+        packed, history = read(self.qkv, history)
+        q_events, (k, v), (k_again, v_again) = self._parts(packed, history)
+        if q_events is not None:
             window = None if self.window is None else (self.window, self.window)
             seen = self._attend(
-                q_events[0], k, v, history.offsets, history, history.max_len, causal=self.causal, window=window
+                q_events, k, v, history.offsets, history, history.max_len, causal=self.causal, window=window
             )
-            tokens = tokens + self.out(seen)
+            history = history.plus(self.out(seen))
         q = self.norms.q(self.cls_q(cls).view(batch * count, self.heads, self.head_dim)).to(k.dtype)
-        told = self._attend(q, k, v, uniform_offsets(batch, count, cls.device), history, count)
-        return tokens, cls + self.out(told).view(cls.shape)
+        told = self._attend(q, k_again, v_again, uniform_offsets(batch, count, cls.device), history, count)
+        return history, cls + self.out(told).view(cls.shape)
 
-    def _rotate(self, x: Tensor, history: History) -> Tensor:
-        """Rotate [T, 2 or 1, H, D] by rank, by age, or half of the heads by each."""
-        if self.rotary == "none":
-            return x
+    def _parts(
+        self, packed: Tensor, history: History
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The events' queries, or None where they don't ask; keys and values [T, H, D], for them and for the CLS
+        tokens.
+        """
+        turns = [Turn(positions=place, base=base) for place, base in self.places(history)]
+        weights = self.norms.weights
+        if self.events_attend:
+            q, k, v, *again = rotary_heads(packed, self.heads, weights, turns=turns, readers=2)
+            return q, (k, v), (again[0], again[1])
+        k, v = rotary_heads(packed, self.heads, weights[1:], turns=turns)
+        return None, (k, v), (k, v)
 
-        def by(place: Tensor, x: Tensor, base: float) -> Tensor:
-            return rope(x.flatten(1, 2), None, base=base, positions=place).view(x.shape)
-
-        if self.rotary == "position":
-            return by(history.rank, x, ROPE_BASE)
-        if self.rotary == "time":
-            return by(history.age, x, ROTE_BASE)
-        ranked, aged = x.split((self.heads // 2, self.heads - self.heads // 2), dim=2)
-        return torch.cat((by(history.rank, ranked, ROPE_BASE), by(history.age, aged, ROTE_BASE)), dim=2)
+    def places(self, history: History) -> list[tuple[Tensor, float]]:
+        """What rotates q and k, with its base: rank, age, or rank the first half of the heads and age the others."""
+        rank, age = (history.rank, ROPE_BASE), (history.age, ROTE_BASE)
+        return {"none": [], "position": [rank], "time": [age], "both": [rank, age]}[self.rotary]
 
     def _attend(
         self,
@@ -199,7 +230,11 @@ class HistoryAttention(nn.Module):
 
 
 class SequenceLayer(nn.Module):
-    """One layer of one tower: S' = MHA(PFFN(X_sum, S)), with the CLS tokens beside S."""
+    """One layer of one tower: S' = S + MHA(S + PFFN(X_sum, S)), with the CLS tokens beside S.
+
+    Under autocast the tokens are of its dtype from the first layer on, also between the blocks: what the blocks add is,
+    and a float32 sum costs twice the memory traffic.
+    """
 
     def __init__(self, config: GemConfig, *, events_attend: bool = True) -> None:
         super().__init__()
@@ -208,6 +243,8 @@ class SequenceLayer(nn.Module):
 
     def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor]:
         """History of [T, d] tokens, CLS [B, C, d] and X_sum [B, n_sum, d] -> history and CLS."""
-        history = history.with_tokens(self.ffn(history, x_sum))
-        tokens, cls = self.attention(history, cls)
-        return history.with_tokens(tokens), cls
+        history = replace(history, tokens=self._stream(history.tokens))
+        return self.attention(self.ffn(history, x_sum), cls)  # type: ignore[no-any-return]
+
+    def _stream(self, tokens: Tensor) -> Tensor:
+        return tokens.to(working_dtype(tokens))

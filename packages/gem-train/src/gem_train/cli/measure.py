@@ -20,7 +20,7 @@ from gem_train.errors import UserError, user_errors
 from gem_train.events import Events, finite
 from gem_train.ladder import results
 from gem_train.ladder.climb import Options, climb
-from gem_train.measuring.bench import measure
+from gem_train.measuring.bench import compile_layers, measure
 from gem_train.measuring.table import render
 from gem_train.progress import Progress
 from gem_train.run import quiet
@@ -44,8 +44,15 @@ def bench(arguments: argparse.Namespace) -> int:
             config, runtime, RunDir(out), events=Events(None), progress=progress, build=on_device(runtime)
         )
         with user_errors("bench"):
+            if arguments.compile:
+                compile_layers(trainer)
             found = measure(
-                trainer, fill, steps=arguments.steps, warm_up=arguments.warm_up, repeats=max(1, arguments.repeats)
+                trainer,
+                fill,
+                steps=arguments.steps,
+                warm_up=arguments.warm_up,
+                repeats=max(1, arguments.repeats),
+                by_kernel=arguments.by == "kernel",
             )
         if runtime.is_main:
             out.mkdir(parents=True, exist_ok=True)

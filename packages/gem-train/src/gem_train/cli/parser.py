@@ -100,6 +100,10 @@ def parser() -> argparse.ArgumentParser:
     _recipe(bench, "RECIPE|RUN", "a recipe, or a run folder, whose report then shows the figures")
     _measure(bench)
     bench.add_argument("--json", action="store_true", help="the same as JSON")
+    bench.add_argument("--compile", action="store_true", help="put the interleaved layers through torch.compile")
+    bench.add_argument(
+        "--by", metavar="WHAT", choices=("layer", "kernel"), default="layer", help="layer (default), or kernel as well"
+    )
 
     ladder = verb("ladder", "switch the techniques on one at a time and measure each, on this machine and data")
     _recipe(ladder)

@@ -24,7 +24,7 @@ from gem_train.events import Events
 from gem_train.ladder.peers import install
 from gem_train.ladder.rungs import RUNGS, Rung, Stand
 from gem_train.measuring import alone
-from gem_train.measuring.bench import WARM_UP, batches, time_steps
+from gem_train.measuring.bench import WARM_UP, batches, compile_layers, time_steps
 from gem_train.measuring.recompute import recompute
 from gem_train.progress import Progress
 from gem_train.run_dir import RunDir
@@ -184,9 +184,7 @@ def _trainer(stand: Stand, config: RunConfig, runtime: Runtime, options: Options
         )
         layers = [name for name in trainer.parts.units if name.startswith("layers.")]
         if stand.compile:
-            torch._dynamo.reset()
-            for name in layers:
-                trainer.model.module.get_submodule(name).compile(dynamic=True)
+            compile_layers(trainer)
         if options.recompute:
             recompute(trainer.model.module, layers)
         yield trainer

@@ -7,9 +7,13 @@
                 kernel    gem_kernels.gdpa
     rope        torch     the rotary embedding in plain PyTorch
                 kernel    gem_kernels.rope
-    norm        torch     torch.nn.LayerNorm
-                dispatch  gem_kernels.layer_norm on the backend that its dispatch chooses
+    norm        torch     torch.nn.LayerNorm after a sum
+                dispatch  gem_kernels.layer_norm, which adds the residual, on the backend that its dispatch chooses
                 kernel    the same on its Triton kernel
+    stream      autocast  tokens stay in the dtype in which autocast leaves torch's norms, float32
+                half      in autocast's own
+    parts       torch     packed projections taken apart, gated, normed and rotated one by one
+                kernel    gem_kernels.gated_heads and rotary_heads, which leaves nothing for `rope` to do
 
 The modules of a model keep their parameters and get another class, by name, so that a rung is a real alternative of
 the same function. `block` is different: events attend inside blocks of 64, which is another function.
@@ -25,16 +29,18 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from gem_kernels import block_attention, gdpa, jagged, jagged_attention, layer_norm, rope
+from gem_kernels import block_attention, jagged, jagged_attention, layer_norm, rope
 from gem_kernels.gdpa.activations import ACTIVATIONS
 from gem_kernels.nn import PMA, LayerNorm
-from gem_model.sequence import ROPE_BASE, ROTE_BASE, History, HistoryAttention, PersonalisedFFN, uniform_offsets
+from gem_model.sequence import History, HistoryAttention, PersonalisedFFN, SequenceLayer, uniform_offsets
 from torch import Tensor, nn
 
 Attention = Literal["padded", "varlen", "kernel"]
 Ffn = Literal["padded", "kernel"]
 Rotary = Literal["torch", "kernel"]
 Norm = Literal["torch", "dispatch", "kernel"]
+Stream = Literal["autocast", "half"]
+Parts = Literal["torch", "kernel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +51,16 @@ class Operators:
     ffn: Ffn = "kernel"
     rope: Rotary = "kernel"
     norm: Norm = "dispatch"
+    stream: Stream = "half"
+    parts: Parts = "kernel"
     block: int | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("attention", Attention), ("ffn", Ffn), ("rope", Rotary), ("norm", Norm)):
+        kinds = (
+            ("attention", Attention), ("ffn", Ffn), ("rope", Rotary), ("norm", Norm), ("stream", Stream),
+            ("parts", Parts),
+        )  # fmt: skip
+        for name, kind in kinds:
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(get_args(kind))}")
 
@@ -58,7 +70,7 @@ def install(model: nn.Module, operators: Operators) -> dict[str, list[str]]:
 
     Raises ValueError where nothing was found to replace: a rung that changes nothing must not be taken for one.
     """
-    found: dict[str, list[str]] = {"attention": [], "ffn": [], "pooling": [], "norm": []}
+    found: dict[str, list[str]] = {"attention": [], "ffn": [], "pooling": [], "norm": [], "stream": []}
     for name, module in model.named_modules():
         for kind, (plain, peer) in PLACES.items():
             if type(module) in (plain, peer):
@@ -145,19 +157,27 @@ class PeerAttention(HistoryAttention):
 
     operators: Operators
 
-    def _rotate(self, x: Tensor, history: History) -> Tensor:
-        if self.operators.rope == "kernel" or self.rotary == "none":
-            return super()._rotate(x, history)
+    def _parts(
+        self, packed: Tensor, history: History
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        if self.operators.parts == "kernel":
+            return super()._parts(packed, history)
+        *turning, v = packed.unflatten(1, (-1, self.heads, self.head_dim)).unbind(1)
+        norms = [self.norms.q, self.norms.k][-len(turning) :]
+        *q, k = self._rotate(torch.stack([norm(x) for norm, x in zip(norms, turning, strict=True)], dim=1), history)
+        return q[0] if q else None, (k, v), (k, v)
 
-        def by(place: Tensor, x: Tensor, base: float) -> Tensor:
-            return rope(x.flatten(1, 2), None, base=base, positions=place, backend="reference").view(x.shape)
-
-        if self.rotary == "position":
-            return by(history.rank, x, ROPE_BASE)
-        if self.rotary == "time":
-            return by(history.age, x, ROTE_BASE)
-        ranked, aged = x.split((self.heads // 2, self.heads - self.heads // 2), dim=2)
-        return torch.cat((by(history.rank, ranked, ROPE_BASE), by(history.age, aged, ROTE_BASE)), dim=2)
+    def _rotate(self, x: Tensor, history: History) -> tuple[Tensor, ...]:
+        """Rotate [T, 2 or 1, H, D] as the model does, the heads of all places at once."""
+        places = self.places(history)
+        first = x.shape[2] // len(places) if places else 0
+        parts = x.split((first, x.shape[2] - first), dim=2) if len(places) == 2 else [x]
+        backend = "reference" if self.operators.rope == "torch" else None
+        turned = [
+            rope(part.flatten(1, 2), None, base=base, positions=place, backend=backend).view(part.shape)
+            for part, (place, base) in zip(parts, places, strict=False)
+        ]
+        return (torch.cat(turned, dim=2) if turned else x).unbind(1)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, history: History, max_q: int,
@@ -181,16 +201,23 @@ class PeerFFN(PersonalisedFFN):
 
     operators: Operators
 
-    def forward(self, history: History, x_sum: Tensor) -> Tensor:
-        """As `PersonalisedFFN.forward`."""
-        if self.operators.ffn == "kernel" or not self.personal:
-            return super().forward(history, x_sum)
-        gate, up, q = self.up(history.tokens).split(self.splits, dim=1)
-        tokens = history.tokens + self.down(F.silu(gate) * up)
-        q = self.norms.q(q.unflatten(1, (self.heads, -1)))
-        k, v = self.kv(self.mix(x_sum)).flatten(0, 1).unflatten(1, (2, self.heads, -1)).unbind(1)
-        out = padded_gdpa(q, self.norms.k(k), v, history.offsets, history.max_len, self.personal, self.activation)
-        return tokens + self.out(out.flatten(1))
+    def _parts(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        if self.operators.parts == "kernel":
+            return super()._parts(packed)
+        gate, up, q = packed.split(self.splits, dim=1)
+        q = q.unflatten(1, (self.heads, -1))
+        return F.silu(gate) * up, self.norms.q(q) if self.personal else q
+
+    def _personal(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        if self.operators.parts == "kernel":
+            return super()._personal(kv)
+        k, v = kv.unflatten(1, (2, self.heads, -1)).unbind(1)
+        return self.norms.k(k), v
+
+    def _transform(self, q: Tensor, k: Tensor, v: Tensor, history: History) -> Tensor:
+        if self.operators.ffn == "kernel":
+            return super()._transform(q, k, v, history)
+        return padded_gdpa(q, k, v, history.offsets, history.max_len, self.personal, self.activation)
 
 
 class PeerPooling(PMA):
@@ -198,16 +225,14 @@ class PeerPooling(PMA):
 
     operators: Operators
 
-    def forward(self, x: Tensor, offsets: Tensor, max_len: int) -> Tensor:
-        """As `PMA.forward`."""
-        k, v = self.kv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+    def pooled(self, kv: Tensor, offsets: Tensor, max_len: int) -> Tensor:
+        """As `PMA.pooled`."""
+        if self.activation is not None:
+            return super().pooled(kv, offsets, max_len)
+        k, v = kv.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
         q = self.queries.to(k.dtype)
-        tensors = (q, k, v, None, offsets, q.shape[0], max_len)
-        if self.activation is None:
-            out = ATTENTION[self.operators.attention](*tensors)
-        else:
-            out = gdpa(*tensors, activation=self.activation, out_scale=self.out_scale, backend=self.backend)
-        return self.out(out.flatten(1)).unflatten(0, (-1, q.shape[0]))
+        out = ATTENTION[self.operators.attention](q, k, v, None, offsets, q.shape[0], max_len)
+        return self.out(out.flatten(1)).unflatten(0, (-1, q.shape[0]))  # type: ignore[no-any-return]
 
 
 class PeerNorm(LayerNorm):
@@ -215,12 +240,23 @@ class PeerNorm(LayerNorm):
 
     operators: Operators
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """As `LayerNorm.forward`."""
         if self.operators.norm == "torch":
-            return nn.LayerNorm.forward(self, x)
+            total = x if residual is None else x + residual
+            normal = nn.LayerNorm.forward(self, total)
+            return normal if residual is None else (normal, total)
         backend = "triton" if self.operators.norm == "kernel" else None
-        return layer_norm(x, self.weight, self.bias, eps=self.eps, backend=backend)  # type: ignore[return-value]
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual, backend=backend)
+
+
+class PeerLayer(SequenceLayer):
+    """`SequenceLayer` with another dtype of its tokens."""
+
+    operators: Operators
+
+    def _stream(self, tokens: Tensor) -> Tensor:
+        return super()._stream(tokens) if self.operators.stream == "half" else tokens
 
 
 PLACES: dict[str, tuple[type[nn.Module], Any]] = {
@@ -228,4 +264,5 @@ PLACES: dict[str, tuple[type[nn.Module], Any]] = {
     "ffn": (PersonalisedFFN, PeerFFN),
     "pooling": (PMA, PeerPooling),
     "norm": (LayerNorm, PeerNorm),
+    "stream": (SequenceLayer, PeerLayer),
 }

@@ -12,6 +12,7 @@ import torch
 from gem_lowprec import engine
 from gem_parallel import Runtime
 
+from gem_train.assemble import resolve_precision
 from gem_train.config import RunConfig
 from gem_train.ladder.peers import Operators
 
@@ -68,6 +69,10 @@ def _cuda(config: RunConfig, runtime: Runtime) -> str:
     return "" if runtime.device.type == "cuda" else "its kernels need a CUDA device"
 
 
+def _half(config: RunConfig, runtime: Runtime) -> str:
+    return "the run's precision is fp32" if resolve_precision(config.train.precision, runtime.device) == "fp32" else ""
+
+
 def _varlen(config: RunConfig, runtime: Runtime) -> str:
     if runtime.device.type != "cuda":
         return "torch's varlen_attn has no CPU implementation"
@@ -107,8 +112,15 @@ def never(reason: str) -> Check:
 RUNGS = (
     Rung(
         name="padded SDPA",
-        what="torch: attention and personalised FFN over the padded batch, plain rotary embedding, torch's LayerNorm",
-        operators={"attention": "padded", "ffn": "padded", "rope": "torch", "norm": "torch"},
+        what="torch: attention and personalised FFN over the padded batch, everything else by torch's own operators",
+        operators={
+            "attention": "padded",
+            "ffn": "padded",
+            "rope": "torch",
+            "norm": "torch",
+            "stream": "autocast",
+            "parts": "torch",
+        },
         missing=_softmax,
     ),
     Rung(
@@ -120,7 +132,24 @@ RUNGS = (
     Rung(name="JFA", what="jagged attention of gem-kernels, learned queries shared", operators={"attention": "kernel"}),
     Rung(name="GDPA", what="the personalised FFN by the GDPA kernel, without padding", operators={"ffn": "kernel"}),
     Rung(name="fused rope", what="the rotary embedding as one kernel", operators={"rope": "kernel"}, missing=_cuda),
-    Rung(name="norm fusions", what="LayerNorm as one kernel", operators={"norm": "kernel"}, missing=_cuda),
+    Rung(
+        name="norm fusions",
+        what="LayerNorm as one kernel, which adds the residual in passing",
+        operators={"norm": "kernel"},
+        missing=_cuda,
+    ),
+    Rung(
+        name="16-bit stream",
+        what="the events' tokens in autocast's dtype between the blocks, too",
+        operators={"stream": "half"},
+        missing=_half,
+    ),
+    Rung(
+        name="packed projections",
+        what="gate, up, q, k, v taken from their projections by one kernel with norms and rotation, one gradient back",
+        operators={"parts": "kernel"},
+        missing=_cuda,
+    ),
     Rung(
         name="FP8 linear",
         what="linear layers in row-wise FP8, weight gradients in BF16",
@@ -140,13 +169,13 @@ RUNGS = (
         name="ours + torch.compile",
         what="the interleaved layers on our kernels, in BF16, through torch.compile",
         compile=True,
-        on="norm fusions",
+        on="packed projections",
         aside=True,
         missing=_cuda,
     ),
     Rung(
         name="block attention",
-        on="norm fusions",
+        on="packed projections",
         what="events attend inside blocks of 64 tokens (another function)",
         operators={"block": 64},
         aside=True,
@@ -154,7 +183,7 @@ RUNGS = (
     ),
     Rung(
         name="sliding window",
-        on="norm fusions",
+        on="packed projections",
         what="an event sees 128 events to each side (another function)",
         settings=("model.window=128",),
         aside=True,
@@ -162,7 +191,7 @@ RUNGS = (
     ),
     Rung(
         name="computation skip",
-        on="norm fusions",
+        on="packed projections",
         what="events attend to events in every other layer (another function)",
         settings=("model.self_attention_every=2",),
         aside=True,
@@ -170,7 +199,7 @@ RUNGS = (
     ),
     Rung(
         name="GDPA for softmax",
-        on="norm fusions",
+        on="packed projections",
         what="the activation in the place of softmax everywhere (another function)",
         settings=("model.attention=gdpa",),
         aside=True,
@@ -181,7 +210,7 @@ RUNGS = (
         name="AutoAC",
         what="layers recomputed where that costs least, half of their activations kept",
         settings=("parallel.memory.policy=regions", "parallel.memory.budget=0.5"),
-        on="norm fusions",
+        on="packed projections",
         warm_up=4,
     ),
     Rung(
@@ -197,7 +226,7 @@ RUNGS = (
         name="BBS",
         what="sub-batches dealt to the ranks by cost",
         settings=("data.balance=bbs",),
-        on="norm fusions",
+        on="packed projections",
         missing=_several,
     ),
     Rung(

@@ -20,6 +20,7 @@ import torch
 from gem_data import JaggedBatch
 from gem_model.flops import unit_flops
 from torch import Tensor, nn
+from torchrec.distributed.types import LazyAwaitable
 
 from gem_train.instruments import TRAINING_FLOPS
 from gem_train.trainer import Trainer
@@ -66,7 +67,6 @@ def time_units(
     found = []
     for name in names:
         unit, (args, kwargs) = where.get_submodule(name), inputs.pop(name)
-        args, kwargs = _leaves(args), _leaves(kwargs)
 
         def forward(unit: nn.Module = unit, args: Any = args, kwargs: Any = kwargs, bf16: bool = bf16) -> Any:
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
@@ -76,8 +76,7 @@ def time_units(
             outputs = [t for t in tensors(forward()) if t.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
 
-        with torch.no_grad():
-            ahead = timed(forward, device, repeats)
+        ahead = timed(forward, device, repeats)
         whole = timed(both, device, repeats)
         unit.zero_grad(set_to_none=True)
         found.append(UnitTime(name=name, flops=TRAINING_FLOPS * flops[name], forward_s=ahead, seconds=whole))
@@ -104,34 +103,37 @@ def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
 
 
 def _capture(trainer: Trainer, batch: JaggedBatch, names: list[str]) -> dict[str, tuple[Any, Any]]:
-    """What each unit is called with in a forward pass."""
+    """What each unit is called with in a forward pass, tensors as leaves. Compiled units run as they were written."""
     caught: dict[str, tuple[Any, Any]] = {}
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            caught[name] = (args, kwargs)
+            caught[name] = (_leaves(args), _leaves(kwargs))
 
         return look
 
-    handles = [
-        trainer.model.module.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True)
-        for name in names
-    ]
+    units = {name: trainer.model.module.get_submodule(name) for name in names}
+    handles = [unit.register_forward_pre_hook(hook(name), with_kwargs=True) for name, unit in units.items()]
+    compiled = {name: unit._compiled_call_impl for name, unit in units.items()}
+    for unit in units.values():
+        unit._compiled_call_impl = None  # hooks would have it compiled again
     try:
         trainer.model.train()
-        with torch.no_grad():
-            trainer.forward(batch)
+        trainer.forward(batch)
     finally:
         for handle in handles:
             handle.remove()
+        for name, unit in units.items():
+            unit._compiled_call_impl = compiled[name]
     return caught
 
 
 def _leaves(value: Any) -> Any:
-    """`value` with its floating-point tensors as leaves that want gradients, as they do inside the model."""
+    """`value` with its tensors as leaves, which want gradients where they do inside the model."""
+    if isinstance(value, LazyAwaitable):
+        value = value.wait()
     if isinstance(value, Tensor):
-        detached = value.detach()
-        return detached.requires_grad_() if detached.is_floating_point() else detached
+        return value.detach().requires_grad_(value.requires_grad)
     if isinstance(value, Mapping):
         return {k: _leaves(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -9,6 +9,7 @@ FLOPs are useful ones: valid events, visible pairs, three forward passes' worth,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
@@ -25,9 +26,9 @@ from torch import nn
 
 from gem_train.assemble import lowprec_recipe
 from gem_train.instruments import TRAINING_FLOPS, forward_flops, memory_in_use
-from gem_train.measuring import alone
+from gem_train.measuring import alone, kernels
 from gem_train.measuring.batches import half_filled
-from gem_train.measuring.waterfall import PARTS, split, trace_step
+from gem_train.measuring.waterfall import PARTS, of_a_step, split, trace_step
 from gem_train.trainer import Trainer, divided
 
 WARM_UP = 2  # steps
@@ -65,6 +66,14 @@ def batches(trainer: Trainer, fill: Mapping[str, int], count: int) -> Iterator[J
     return itertools.islice(endless(), count)
 
 
+def compile_layers(trainer: Trainer) -> None:
+    """Let torch.compile have the interleaved layers. Cannot be undone."""
+    torch._dynamo.reset()
+    for name in trainer.parts.units:
+        if name.startswith("layers."):
+            trainer.model.module.get_submodule(name).compile(dynamic=True)
+
+
 def time_steps(trainer: Trainer, source: Iterator[JaggedBatch], *, warm_up: int = WARM_UP) -> StepTimes:
     """Train on every batch of `source`; the first `warm_up` are not timed. Raises ValueError where none is left."""
     device = trainer.runtime.device
@@ -95,7 +104,13 @@ def time_steps(trainer: Trainer, source: Iterator[JaggedBatch], *, warm_up: int 
 
 
 def measure(
-    trainer: Trainer, fill: Mapping[str, int], *, steps: int = 5, warm_up: int = WARM_UP, repeats: int = 5
+    trainer: Trainer,
+    fill: Mapping[str, int],
+    *,
+    steps: int = 5,
+    warm_up: int = WARM_UP,
+    repeats: int = 5,
+    by_kernel: bool = False,
 ) -> dict[str, Any]:
     """Everything that `gem-train bench` prints; called by all ranks, the same result on each but for its own parts."""
     runtime, parts = trainer.runtime, trainer.parts
@@ -108,7 +123,10 @@ def measure(
     share = part.batch_size / batch.batch_size  # a part's units stand for this share of a step's
     in_step = TRAINING_FLOPS * forward_flops(parts, batch)
     local_s = sum(u.seconds for u in units) * in_step / sum(u.flops for u in units)
-    seconds = split(trace_step(trainer, lambda: trainer.step(batch)), cuda=runtime.device.type == "cuda")
+    cuda, count = runtime.device.type == "cuda", trainer.config.optim.accumulate
+    with _undivided(trainer), kernels.marked(trainer.model.module) if by_kernel else contextlib.nullcontext():
+        trace = trace_step(trainer, lambda: trainer.step(part), shapes=by_kernel)
+    seconds = of_a_step(split(trace, cuda=cuda), count, whole.step_s)
     ranks = runtime.gather({"times": dataclasses.asdict(whole), "parts": seconds, "local_s": local_s}, "the timings")
     losses = waterfall(ranks)
     flops, longest = sum(r["times"]["flops"] for r in ranks), max(_seconds(r) for r in ranks)
@@ -140,9 +158,21 @@ def measure(
         "units_batch": part.batch_size,
         "units_share_of_step": share,
         "waterfall": losses,
+        "kernels": kernels.tables(trace, cuda=cuda) if by_kernel else None,
         "ranks": ranks,
         "profile": profile(trainer, units, part, copy),
     }
+
+
+@contextlib.contextmanager
+def _undivided(trainer: Trainer) -> Iterator[None]:
+    """Within the block a step takes its batch as one part."""
+    config = trainer.config
+    trainer.config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, accumulate=1))
+    try:
+        yield
+    finally:
+        trainer.config = config
 
 
 def waterfall(ranks: list[dict[str, Any]]) -> dict[str, float]:

@@ -9,8 +9,9 @@ Each instant belongs to the first of these that is at work on the device (on a C
     communication   collectives, where nothing computes beside them (exposed)
     gaps            nothing at all: the host has not launched the next kernel yet, or waits
 
-Data wait is the host's and lies before the step. Of the communication, what a rank spends waiting for a rank that
-computes longer is imbalance.
+The trace is of one part of an accumulated step; `of_a_step` makes it the parts of a step whose time is known. Data wait
+is the host's and lies before the step. Of the communication, what a rank spends waiting for a rank that computes longer
+is imbalance.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ TABLES = ("embedding", "tbe_", "fbgemm")
 Spans = NDArray[np.float64]  # [n, 2] begin and end, microseconds
 
 
-def trace_step(trainer: Trainer, step: Callable[[], Any]) -> dict[str, Any]:
-    """Run `step` (one update, which may begin with a warm-up of its own) once more under the profiler; the trace."""
+def trace_step(trainer: Trainer, step: Callable[[], Any], *, shapes: bool = False) -> dict[str, Any]:
+    """Run `step` (one update) under the profiler, with the shapes of the operators' tensors if asked; the trace."""
     cuda = trainer.runtime.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
-    with _annotated(trainer), profile(activities=activities) as found, record_function(STEP):
+    with _annotated(trainer), profile(activities=activities, record_shapes=shapes) as found, record_function(STEP):
         step()
         if cuda:
             torch.cuda.synchronize()
@@ -84,6 +85,16 @@ def split(trace: dict[str, Any], *, cuda: bool) -> dict[str, float]:
         covered = together
     seconds["gaps"] = (end - begin - _length(covered)) / 1e6
     return {**seconds, "step": (end - begin) / 1e6}
+
+
+def of_a_step(seconds: dict[str, float], count: int, measured: float) -> dict[str, float]:
+    """PARTS of a step of `count` parts that took `measured` seconds, from those of one part, whose optimizer ran once.
+
+    The device's times are those of the trace; the gaps are what is left of the step: a traced host is slower.
+    """
+    found = {part: value * (1 if part == "optimizer" else count) for part, value in seconds.items() if part != "step"}
+    found["gaps"] = max(0.0, measured - sum(value for part, value in found.items() if part != "gaps"))
+    return {**found, "step": sum(found.values())}
 
 
 def _step(events: list[Any]) -> tuple[float, float]:
