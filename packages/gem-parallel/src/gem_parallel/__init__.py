@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from gem_parallel.memory.profile import declare_cost
     from gem_parallel.memory.quantise import Quantiser
     from gem_parallel.parallel import ParallelModel, parallelize
-    from gem_parallel.planning.planner import NothingFitsError, Plan, plan
+    from gem_parallel.planning.layout import Layout
+    from gem_parallel.planning.planner import NothingFitsError, Plan, plan, predict
     from gem_parallel.planning.profile import Profile
     from gem_parallel.planning.simulator import Disturbance, Simulation, curve_table, scaling_curve, simulate
     from gem_parallel.planning.spec import LayerSpec, ModelSpec, TableSpec
@@ -52,9 +53,11 @@ _HOME = {
     "optimizer_state": "dense.optimizer",
     "ParallelModel": "parallel",
     "parallelize": "parallel",
+    "Layout": "planning.layout",
     "NothingFitsError": "planning.planner",
     "Plan": "planning.planner",
     "plan": "planning.planner",
+    "predict": "planning.planner",
     "PeerLostError": "runtime",
     "Runtime": "runtime",
     "start": "runtime",
@@ -80,6 +83,7 @@ __all__ = [
     "ExportError",
     "Exposed",
     "LayerSpec",
+    "Layout",
     "MemoryConfig",
     "MemoryPlan",
     "ModelSpec",
@@ -110,6 +114,7 @@ __all__ = [
     "optimizer_state",
     "parallelize",
     "plan",
+    "predict",
     "scaling_curve",
     "simulate",
     "start",

@@ -34,25 +34,30 @@ def describe_model(config: RunConfig, data: Data, *, precision: str) -> ModelSpe
     """The model of `config` on `data`; `precision` is "fp32" or "bf16" (autocast, parameters stay float32)."""
     inputs = model_inputs(data.schema, config.inputs, max_history=config.data.max_history)
     batch = sample(data, config.data.max_history)
-    count = batch.batch_size
+    return describe(config.recipe, config.model, inputs, batch, precision=precision)
+
+
+def describe(name: str, config: GemConfig, inputs: ModelInputs, batch: Any, *, precision: str) -> ModelSpec:
+    """The same of a model's shape and any batch of its inputs, which stands for all of them."""
+    count = len(batch.labels)
     lengths = {s.name: batch.sequences[s.name].offsets.diff().tolist() for s in inputs.sources}
-    units = [*(f"layers.{i}" for i in range(config.model.layers)), "heads"]
+    units = [*(f"layers.{i}" for i in range(config.layers)), "heads"]
     flops = dict.fromkeys([INPUTS, *units], 0.0)
-    for part, n in unit_flops(config.model, inputs, lengths, batch_size=count).items():
+    for part, n in unit_flops(config, inputs, lengths, batch_size=count).items():
         flops[part if part in flops else INPUTS] += n / count
-    params = parameters(config.model, inputs, units)
-    means = {name: float(np.mean(n)) for name, n in lengths.items()}
-    kept = activations(config.model, inputs, means)
+    params = parameters(config, inputs, units)
+    means = {source: float(np.mean(n)) for source, n in lengths.items()}
+    kept = activations(config, inputs, means)
     return ModelSpec(
-        name=config.recipe,
+        name=name,
         layers=tuple(
             LayerSpec(
-                name=name,
-                flops=flops[name],
-                params=params[name],
-                activation_bytes=kept[name] * KEPT_BYTES[precision],
+                name=unit,
+                flops=flops[unit],
+                params=params[unit],
+                activation_bytes=kept[unit] * KEPT_BYTES[precision],
             )
-            for name in flops
+            for unit in flops
         ),
         tables=tables(inputs, batch),
         gather_bytes=4,  # autocast computes in bfloat16, but gathers float32 parameters
@@ -80,7 +85,7 @@ def parameters(config: GemConfig, inputs: ModelInputs, units: list[str]) -> dict
     return found
 
 
-def tables(inputs: ModelInputs, batch: JaggedBatch) -> tuple[TableSpec, ...]:
+def tables(inputs: ModelInputs, batch: Any) -> tuple[TableSpec, ...]:
     """The embedding tables, with the ids that a sample of `batch` looks up in each on average."""
     ids = dict.fromkeys([t.name for t in inputs.tables], 0)
     for source in inputs.sources:
@@ -93,7 +98,7 @@ def tables(inputs: ModelInputs, batch: JaggedBatch) -> tuple[TableSpec, ...]:
             name=t.name,
             rows=t.rows,
             dim=t.dim,
-            pooling=ids[t.name] / batch.batch_size,
+            pooling=ids[t.name] / len(batch.labels),
             pooled=t.name not in inputs.sequence_tables,
         )
         for t in inputs.tables

@@ -56,7 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--parts", nargs="+", default=["collectives", "ladder"], choices=PARTS)
+    parser.add_argument("--parts", nargs="+", default=["collectives", "ladder"], choices=PARTS, help="in this order")
     parser.add_argument("--profile", help="JSON for the planner (Profile.read), written by rank 0")
     parser.add_argument("--out", help="JSON file, written by rank 0")
 
@@ -66,14 +66,13 @@ def run(args: argparse.Namespace) -> int:
     with start(args.device) as runtime:
         rows: list[dict[str, Any]] = []
         good = True
-        if "collectives" in args.parts:
-            good &= collectives(args, runtime, rows)
-        if "ladder" in args.parts:
-            good &= ladder(args, runtime, rows)
-        if "layouts" in args.parts:
-            from gem_parallel import selfcheck  # TorchRec is slow to import, and the other parts need none
+        for part in args.parts:
+            if part == "layouts":
+                from gem_parallel import selfcheck  # TorchRec is slow to import, and the other parts need none
 
-            good &= selfcheck.table(runtime, steps=args.steps)
+                good &= selfcheck.table(runtime, steps=args.steps)
+            else:
+                good &= {"collectives": collectives, "ladder": ladder}[part](args, runtime, rows)
         if args.out and runtime.is_main:
             write(args.out, "comm", rows, world=runtime.world)
         if args.profile and runtime.is_main:

@@ -33,6 +33,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--engines", nargs="+", default=["eager"], choices=("eager", "compile"))
     parser.add_argument("--only", nargs="+", help="variants whose names contain one of these; none always runs")
+    parser.add_argument(
+        "--share", default="0/1", help="R/N: every Nth variant from the Rth on, for N cards side by side"
+    )
     parser.add_argument("--min-kib", type=float, default=1024.0, help="smaller tensors are not quantised")
     parser.add_argument(
         "--workload",
@@ -74,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     found = {k: v for engine in args.engines for k, v in variants(args.budgets, engine, args.min_kib).items()}
     if args.only:
         found = {k: v for k, v in found.items() if k == "none" or any(part in k for part in args.only)}
-    found = {"none": None, "none again": None, **found}
+    part, parts = map(int, args.share.split("/"))
+    rest = [(name, config) for name, config in found.items() if name != "none"]
+    found = {"none": None, "none again": None, **dict(rest[part::parts])}
     if "compile" in args.engines:  # dropout as without the compiler, so that gradients can be compared
         import torch._inductor.config as inductor_config
 
@@ -104,10 +109,10 @@ def run(args: argparse.Namespace) -> int:
             f"{row['error']:.1e}{'' if row['error'] <= limit else '  WRONG'}",
             flush=True,
         )
-        if plan and not name.endswith("fp8"):
+        if plan:
             print("    " + str(plan).splitlines()[0], flush=True)
-    if args.out:
-        write(args.out, "memory", rows, batch=args.batch, workload=args.workload)
+        if args.out:  # a run that is cut short leaves what it has
+            write(args.out, "memory", rows, batch=args.batch, workload=args.workload)
     return 0 if good else 1
 
 

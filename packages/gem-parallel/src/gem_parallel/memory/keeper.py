@@ -116,7 +116,7 @@ class Keeper:
             self.saved += int(packed.nbytes)
             return _Kept(packed, None)
         if packed is None:
-            return _Kept(None, self.host.put((tensor.contiguous(),)))
+            return _Kept(None, self.host.put((tensor,)))
         if not hasattr(packed, "with_tensors"):
             raise TypeError(
                 f"{type(self.quantiser).__name__} packs into {type(packed).__name__}, which has no tensors() and "

@@ -61,7 +61,9 @@ class HostStore:
         side = self._side(tensors[0].device)
         side.wait_stream(torch.cuda.current_stream(tensors[0].device))
         with torch.cuda.stream(side):
-            host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)
+            host = tuple(
+                torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors
+            )  # the order of strides, too
             for target, source in zip(host, tensors, strict=True):
                 target.copy_(source, non_blocking=True)
                 source.record_stream(side)

@@ -197,6 +197,23 @@ def plan(
     )
 
 
+def predict(
+    model: ModelSpec, topology: Topology, layout: Layout, batch: int, *, profile: Profile | None = None
+) -> Candidate:
+    """What one layout costs, whether it fits or not: `plan` for a layout that was chosen already.
+
+    Args:
+        model: its plain description.
+        topology: the machine.
+        layout: sizes and placement of the axes.
+        batch: samples per device and step.
+        profile: measured rates, by default `Profile()`.
+    """
+    profile = profile or Profile()
+    load = place_tables(model, layout.table_shard)
+    return _evaluate(model, layout, load, batch, topology, profile, Links(topology, profile))
+
+
 def _search(fitting: list[Layout], evaluate: Callable[[Layout], Candidate]) -> list[Candidate]:
     """Evaluated layouts, fastest first: all of them when they are few, else one side of the layout at a time.
 
