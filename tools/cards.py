@@ -110,7 +110,7 @@ def command(run: Callable[[list[str]], int], call: list[str]) -> int:
         sys.argv = whole
 
 
-TEST_FILES = [str(TESTS / "test_parallel_memory.py")]
+TEST_FILES = [str(TESTS / "test_parallel_memory_card.py")]
 RUN: dict[str, Callable[[argparse.Namespace, int, int], int]] = {
     "tests": tests,
     "memory": memory,

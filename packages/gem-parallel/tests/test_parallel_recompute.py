@@ -1,0 +1,146 @@
+"""Recomputation by region: gradients, randomness, what is kept, and beside everything else."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from gem_parallel import MemoryConfig, ParallelConfig, RowWiseAdagrad, parallelize, start
+from gem_parallel.memory.keeper import Keeper
+from gem_parallel.memory.profile import Recorder
+from gem_parallel.memory.recompute import recompute
+from gem_parallel.memory.regions import MEASURED_STEPS, Regions
+from gem_parallel.memory.testing import sample, stack, train_step
+from gem_parallel.testing import UNITS, SmallModel, full_state, run_ranks, small_batch
+from torch import nn
+
+
+@pytest.mark.parametrize("policy", ["full", "uniform", "regions"])
+@pytest.mark.parametrize("budget", [0.0, 0.3, 0.6, 0.9])
+def test_recomputed_gradients_are_bitwise_those_of_the_unchecked_model(policy, budget):
+    plain, model = stack(), stack()
+    regions = Regions(model, ["0", "1", "2"], MemoryConfig(policy=policy, budget=budget))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a budget of 0 is below the inputs
+        for seed in range(MEASURED_STEPS + 2):
+            expected, got = train_step(plain, seed), train_step(model, seed, regions)
+            for a, b in zip(expected, got, strict=True):
+                assert torch.equal(a, b)
+    assert not regions.measuring
+
+
+def ops_of(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Names of the operators of a block: (all that may be kept, the random ones)."""
+    recorder = Recorder()
+    with recorder:
+        model(sample())
+    names = [cost.name for cost in recorder.costs() if cost.free]
+    return names, [name for name in names if "dropout" in name or "bernoulli" in name or "rand" in name]
+
+
+def test_any_choice_of_operators_gives_the_same_bits_random_ones_included():
+    plain, model = stack(1), stack(1)
+    names, random = ops_of(model)
+    assert random
+    assert len(names) > 10
+    keeper = Keeper(None, min_bytes=0)
+    draw = torch.Generator().manual_seed(3)
+    choices = [[name for name in names if torch.rand(1, generator=draw) < 0.5] for _ in range(12)]
+    for chosen in [*choices, random, random[:1], random[1:], names]:
+        expected = train_step(plain, 5)
+        x = sample(5)
+        torch.manual_seed(105)
+        y = recompute(model, (x,), {}, frozenset(chosen), keeper)
+        model.zero_grad()
+        y.square().mean().backward()
+        got = [y.detach(), x.grad, torch.rand(1), *(p.grad for p in model.parameters())]
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), chosen
+
+
+def test_kept_operators_are_not_run_again():
+    ran: list[str] = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    model = stack(1)
+    y = recompute(model, (sample(),), {}, frozenset(["aten.addmm.default#2"]), Keeper(None, min_bytes=0))
+    with Count():
+        y.sum().backward()
+    # of four linear layers the third one's (#2, the wide one) was kept; dropout wants the last one's to draw its mask
+    assert sum(name == "aten.addmm.default" for name in ran) == 3
+
+
+def test_a_region_that_takes_another_course_is_refused():
+    calls = itertools.count()
+
+    def fickle(x):
+        return (x[: 4 - next(calls)] @ torch.ones(8, 8)).sigmoid()
+
+    y = recompute(
+        fickle, (torch.randn(4, 8).requires_grad_(),), {}, frozenset(["aten.mm.default#0"]), Keeper(None, min_bytes=0)
+    )
+    with pytest.raises(RuntimeError, match=r"another course than the forward pass: aten\.mm\.default#0"):
+        y.sum().backward()
+
+
+def test_what_is_changed_in_place_is_not_planned_and_not_believed():
+    def region(x):
+        y = x @ torch.eye(8)
+        y.add_(1)
+        return y.sigmoid()
+
+    recorder = Recorder()
+    with recorder:
+        region(torch.randn(4, 8))
+    assert not next(c for c in recorder.costs() if c.name == "aten.mm.default#0").free
+    y = recompute(
+        region, (torch.randn(4, 8).requires_grad_(),), {}, frozenset(["aten.mm.default#0"]), Keeper(None, min_bytes=0)
+    )
+    with pytest.raises(RuntimeError, match="kept and then changed in place"):
+        y.sum().backward()
+
+
+def sharded(runtime, config):
+    """Losses and the state after five steps."""
+    model = SmallModel(experts=2 if config.experts > 1 else 0)
+    parallel = parallelize(model, model.roles(), config, runtime, sparse=RowWiseAdagrad(lr=0.05, eps=1e-4), units=UNITS)
+    optimizer = torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
+    losses = []
+    for step in range(5):
+        batch = small_batch(step, 16).part(runtime.rank, runtime.world)
+        loss = (parallel(batch) - batch.target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, full_state(parallel)["model"], parallel.memory and parallel.memory.plan
+
+
+def two_ways(runtime, memory, more):
+    return [sharded(runtime, ParallelConfig(memory=m, **more)) for m in (MemoryConfig(), memory)]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"experts": 2}, {"prefetch": 1, "shard_group": 1}], ids=["fsdp", "ep", "replicas"]
+)
+def test_two_ranks_train_the_same_bits_with_recomputation(tmp_path, more):
+    memory = MemoryConfig(policy="regions", budget=0.5)
+    results = run_ranks(2, __file__, "two_ways", tmp_path, memory, more)
+    for (plain, state, _), (losses, other, plan) in results:
+        assert losses == plain
+        assert all(torch.equal(state[name], other[name]) for name in state)
+        assert plan == results[0][1][2]  # one plan for all
+    assert plan.seconds > 0
+
+
+def test_a_world_of_one_follows_the_plan():
+    with start("cpu", timeout_s=20) as runtime:
+        (plain, state, _), (losses, other, plan) = two_ways(runtime, MemoryConfig(policy="uniform", budget=0.5), {})
+    assert losses == plain
+    assert all(torch.equal(state[name], other[name]) for name in state)
+    assert [row.region for row in plan.regions] == list(UNITS)
