@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import time
 
 import pytest
 import torch
@@ -15,12 +17,16 @@ from gem_model.testing import example_inputs, random_batch
 from gem_parallel import start
 from gem_train.cli import main
 from gem_train.config import to_toml
+from gem_train.instruments import forward_flops
 from gem_train.ladder import results
 from gem_train.ladder.climb import Options, climb
+from gem_train.ladder.hstu import HstuLayer, layer_flops, time_hstu
 from gem_train.ladder.peers import Operators, install, padded_gdpa, padded_sdpa
 from gem_train.ladder.rungs import RUNGS, Rung, Stand, never
+from gem_train.measuring.batches import half_filled
 from gem_train.measuring.recompute import recompute
-from gem_train.testing import tiny_config
+from gem_train.testing import assembled, tiny_config
+from torch.utils.flop_counter import FlopCounterMode
 
 PEERS = Operators(attention="padded", ffn="padded", rope="torch", norm="torch", stream="autocast", parts="torch")
 
@@ -122,6 +128,23 @@ def test_blocks_are_another_function():
     assert not torch.allclose(gem(longer), ours(longer))
 
 
+def test_the_hstu_peer_has_the_flops_of_the_model(cache, tmp_path, monkeypatch):
+    def varlen(q, k, v, q_offsets, k_offsets, max_q, max_k):
+        return jagged_attention(q, k, v, q_offsets, k_offsets, max_q, max_k)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    layer = HstuLayer(16, 2)
+    with FlopCounterMode(display=False) as counter:
+        layer(torch.randn(10, 16), torch.tensor([0, 5, 10], dtype=torch.int32), 5)
+    assert counter.get_total_flops() == layer_flops(16, [5, 5])
+    with assembled(tiny_config(cache), tmp_path / "run") as (_, trainer):
+        row = time_hstu(trainer, {"events": 30}, steps=1, warm_up=0, compiled=False)
+        batch = half_filled(trainer.parts.inputs, 32, {"events": 30})
+        flops = 3 * forward_flops(trainer.parts, batch)
+    assert row["tflops"] == pytest.approx(flops / row["step_ms"] * 1e3 / 1e12)
+    assert row["operators"]["hstu_layers"] >= 1
+
+
 def test_nothing_to_replace_is_an_error():
     with pytest.raises(ValueError, match="has no attention"):
         install(torch.nn.Linear(2, 2), PEERS)
@@ -173,6 +196,38 @@ def test_a_rung_that_fails_or_is_missing_is_stepped_over_with_its_reason(cache, 
     assert rows[3]["operators"] == dataclasses.asdict(Operators(attention="padded", ffn="padded"))
     assert rows[0]["samples_per_s"] > 0
     assert rows[0]["ne"] is None
+
+
+def test_a_rung_that_takes_too_long_is_left_and_says_so(cache, monkeypatch):
+    def endless(*_args, **_options):
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr("gem_train.ladder.climb.time_steps", endless)
+    options = Options(fill={}, steps=1, warm_up=0, repeats=0, train_steps=0, names=("JFA",), limit=0.3)
+    with start("cpu", 30) as runtime:
+        (row,) = climb(tiny_config(cache), runtime, options, report=lambda row: None)
+    assert "longer than the 0.3 s that --limit gives a rung" in row["reason"]
+
+
+def test_what_has_been_measured_is_not_measured_again(cache, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gem_train.run_dir.commit", lambda: "abc")
+    monkeypatch.setattr("gem_train.cli.measure.climb", functools.partial(climb, rungs=RUNGS[3:5]))  # GDPA, fused rope
+    file, out = tmp_path / "tiny.toml", tmp_path / "ladder"
+    file.write_text(to_toml(tiny_config(cache)))
+    call = ["ladder", "--config", str(file), "--out", str(out), "--steps", "1", "--warm-up", "0", "--repeats", "0",
+            "--train-steps", "0"]  # fmt: skip
+    assert main(call) == 0
+    before = json.loads((out / "ladder.json").read_text())["rows"]
+    assert [row["rung"] for row in before] == ["GDPA", "fused rope"]
+    capsys.readouterr()
+    assert main(call) == 0
+    assert "GDPA" in capsys.readouterr().out
+    after = json.loads((out / "ladder.json").read_text())["rows"]
+    assert after[0] == before[0]
+    assert after[1]["reason"] == before[1]["reason"] != ""
+    assert main([*call, "--rung", "GDPA"]) == 0
+    assert json.loads((out / "ladder.json").read_text())["rows"][0]["took_s"] != before[0]["took_s"]
 
 
 def test_ladder_from_the_command_line(cache, tmp_path, capsys, monkeypatch):

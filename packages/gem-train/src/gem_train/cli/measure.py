@@ -56,6 +56,7 @@ def bench(arguments: argparse.Namespace) -> int:
             )
         if runtime.is_main:
             out.mkdir(parents=True, exist_ok=True)
+            found = results.circumstances("efficiency") | found
             write_json(out / "efficiency.json", found)
             (out / "profile.toml").write_text(tomli_w.dumps(found["profile"]), encoding="utf-8")
             print(json.dumps(finite(found), indent=2) if arguments.json else render(found))
@@ -65,8 +66,13 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def ladder(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Measure the rungs, printing each as it is there, and write ladder.json with a plot."""
+    """Measure the rungs, printing each as it is there, and write ladder.json with a plot.
+
+    What an earlier call has left in the folder is not measured again, unless it is named.
+    """
     fill, out = _fill(arguments.fill), Path(arguments.out) if arguments.out else new_path(f"ladder-{config.recipe}")
+    with user_errors("ladder"):
+        done = results.measured(config, out, fill=fill, recompute=arguments.recompute)
     options = Options(
         fill=fill,
         steps=arguments.steps,
@@ -75,6 +81,8 @@ def ladder(config: RunConfig, arguments: argparse.Namespace) -> int:
         train_steps=arguments.train_steps,
         recompute=arguments.recompute,
         names=tuple(arguments.rung),
+        done=tuple(done),
+        limit=arguments.limit,
     )
     with _job(config) as runtime:
         rows: list[dict[str, Any]] = []
@@ -93,6 +101,9 @@ def ladder(config: RunConfig, arguments: argparse.Namespace) -> int:
             print(
                 f"{config.recipe} on {runtime.world} x {runtime.device.type}; {peak}\n{results.line(None)}", flush=True
             )
+            for row in done.values():
+                if not options.names:
+                    print(results.line(row), flush=True)
         with user_errors("ladder"):
             climb(config, runtime, options, report=report)
         if runtime.is_main:

@@ -113,6 +113,9 @@ def parser() -> argparse.ArgumentParser:
     )
     ladder.add_argument("--recompute", action="store_true", help="keep only the layers' inputs, on every rung")
     ladder.add_argument("--rung", metavar="NAME", action="append", default=[], help="measure only this; repeatable")
+    ladder.add_argument(
+        "--limit", metavar="SECONDS", type=float, default=0.0, help="for a rung, compilation included (default: none)"
+    )
 
     _data(verb("data", "build and look at event logs"), common)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from gem_train.assemble import assemble
 from gem_train.config import RunConfig, override
 from gem_train.evaluation import figures, mean_ne
 from gem_train.events import Events
+from gem_train.ladder.hstu import time_hstu
 from gem_train.ladder.peers import install
 from gem_train.ladder.rungs import RUNGS, Rung, Stand
 from gem_train.measuring import alone
@@ -29,6 +32,8 @@ from gem_train.measuring.recompute import recompute
 from gem_train.progress import Progress
 from gem_train.run_dir import RunDir
 from gem_train.trainer import Trainer, divided
+
+FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, TimeoutError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,8 @@ class Options:
         train_steps: of the training after which the NE is taken; 0 takes none.
         recompute: keep only the inputs of the interleaved layers, on every rung.
         names: of the rungs to measure; empty is all.
+        done: of rungs that have been measured before, to be stepped over unless they are in `names`.
+        limit: seconds for a rung, torch.compile included; 0 is no limit. With one process only.
     """
 
     fill: Mapping[str, int]
@@ -51,6 +58,8 @@ class Options:
     train_steps: int = 50
     recompute: bool = False
     names: Sequence[str] = ()
+    done: Sequence[str] = ()
+    limit: float = 0.0
 
 
 def climb(
@@ -78,19 +87,24 @@ def climb(
         reason = rung.missing(here, runtime)
         if options.recompute and here.parallel.memory.works:
             reason = "--recompute has its own way of keeping activations"
-        if options.names and rung.name not in options.names:
+        chosen = rung.name in options.names if options.names else rung.name not in options.done
+        if not chosen:
             below = below if rung.aside or reason else stand
             reached[rung.name] = below
             continue
         began = time.perf_counter()
         if not reason:
             try:
-                row |= speed(stand, here, max(options.warm_up, rung.warm_up))
-                if options.train_steps:
-                    speed.close()
-                    with _trainer(stand, here, runtime, options) as trainer:
-                        row["ne"], row["ne_by_task"] = _train(trainer, options.train_steps)
-            except (RuntimeError, ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError) as error:
+                with _at_most(options.limit if runtime.world == 1 else 0.0):
+                    if rung.hstu:
+                        row |= speed.hstu(stand, here)
+                    else:
+                        row |= speed(stand, here, max(options.warm_up, rung.warm_up))
+                    if options.train_steps and not rung.hstu:
+                        speed.close()
+                        with _trainer(stand, here, runtime, options) as trainer:
+                            row["ne"], row["ne_by_task"] = _train(trainer, options.train_steps)
+            except FAILURES as error:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 speed.close()
                 if runtime.world > 1:  # the others are inside a collective: there is no going on together
@@ -104,6 +118,25 @@ def climb(
         report(row)
     speed.close()
     return rows
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after so many seconds, as soon as Python runs again; 0 is no limit."""
+
+    def stop(_signal: int, _frame: Any) -> None:
+        raise TimeoutError(f"longer than the {seconds:g} s that --limit gives a rung")
+
+    if not seconds:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class _Speed:
@@ -139,6 +172,14 @@ class _Speed:
             row["local_tflops"] = sum(u.flops for u in units) / sum(u.seconds for u in units) / 1e12
             row["local_mfu"] = alone.local_mfu(units, peak)
         return row
+
+    def hstu(self, stand: Stand, config: RunConfig) -> dict[str, Any]:
+        """The peer that is another model, on the same batches."""
+        options = self.options
+        trainer = self._at(dataclasses.replace(stand, compile=False), config)
+        return time_hstu(
+            trainer, options.fill, steps=options.steps, warm_up=options.warm_up, compiled=stand.compile
+        )  # fmt: skip
 
     def _at(self, stand: Stand, config: RunConfig) -> Trainer:
         if self._trainer is None or stand.settings != self._settings or stand.compile:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gem_train.config import RunConfig
+from gem_train.ladder.rungs import RUNGS
 from gem_train.run_dir import environment, read_json, write_json
 
 SAME = ("card", "commit", "recipe", "batch_size", "accumulate", "lengths", "recompute")
@@ -36,6 +37,46 @@ def line(row: dict[str, Any] | None) -> str:
     return f"{cells[0]:<{WIDTHS[0]}}" + "".join(f"{c:>{w}}" for c, w in zip(cells[1:], WIDTHS[1:], strict=True))
 
 
+def circumstances(suite: str) -> dict[str, Any]:
+    """What every result file says of where it comes from."""
+    env = environment()
+    return {
+        "suite": suite,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "card": env["device"],
+        "devices": env["devices"],
+        "commit": env["commit"],
+        "versions": {k: v for k, v in env["versions"].items() if v is not None},
+        "command": env["command"],
+    }
+
+
+def _measured_on(config: RunConfig, *, fill: Mapping[str, int], recompute: bool) -> dict[str, Any]:
+    return {
+        "recipe": config.recipe,
+        "batch_size": config.data.batch_size,
+        "accumulate": config.optim.accumulate,
+        "lengths": {name: f"uniform in 1..{n}" for name, n in fill.items()} or "of the data",
+        "recompute": recompute,
+    }
+
+
+def measured(config: RunConfig, folder: Path, *, fill: Mapping[str, int], recompute: bool) -> dict[str, dict[str, Any]]:
+    """The rungs with figures that an earlier call has left in `folder`, by name.
+
+    Raises ValueError where they were measured on something else.
+    """
+    file = folder / "ladder.json"
+    if not file.exists():
+        return {}
+    before = read_json(file)
+    new = circumstances("ladder") | _measured_on(config, fill=fill, recompute=recompute)
+    different = [key for key in SAME if before[key] != new[key]]
+    if different:
+        raise ValueError(f"{file} was measured with another {', '.join(different)}; name another folder")
+    return {row["rung"]: row for row in before["rows"] if not row["reason"]}
+
+
 def write(
     rows: list[dict[str, Any]], config: RunConfig, folder: Path, *, peak: str, fill: Mapping[str, int], recompute: bool
 ) -> Path:
@@ -46,43 +87,23 @@ def write(
     Raises ValueError where what is there was measured on something else.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    env = environment()
-    result = {
-        "suite": "ladder",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "card": env["device"],
-        "devices": env["devices"],
-        "commit": env["commit"],
-        "versions": {k: v for k, v in env["versions"].items() if v is not None},
-        "command": env["command"],
-        "recipe": config.recipe,
-        "batch_size": config.data.batch_size,
-        "accumulate": config.optim.accumulate,
-        "lengths": {name: f"uniform in 1..{n}" for name, n in fill.items()} or "of the data",
-        "recompute": recompute,
-        "peak": peak,
-        "ceilings": {},
-        "rows": [
-            {
-                "case": config.recipe,
-                "op": "step",
-                "variant": row["rung"],
-                "pass": "step",
-                "head_dim": config.model.head_dim,
-                "ms": row.get("step_ms"),
-                **row,
-            }
-            for row in rows
-        ],
-    }
+    measured(config, folder, fill=fill, recompute=recompute)
     file = folder / "ladder.json"
-    if file.exists():
-        before, new = read_json(file), {row["rung"] for row in rows}
-        different = [key for key in SAME if before[key] != result[key]]
-        if different:
-            raise ValueError(f"{file} was measured with another {', '.join(different)}; name another folder")
-        result["rows"] = [row for row in before["rows"] if row["rung"] not in new] + result["rows"]
-    write_json(file, result)
+    found = {row["rung"]: row for row in (read_json(file)["rows"] if file.exists() else [])}
+    for row in rows:
+        found[row["rung"]] = {
+            "case": config.recipe,
+            "op": "step",
+            "variant": row["rung"],
+            "pass": "step",
+            "head_dim": config.model.head_dim,
+            "ms": row.get("step_ms"),
+            **row,
+        }
+    order = [rung.name for rung in RUNGS]
+    ordered = sorted(found.values(), key=lambda row: order.index(row["rung"]) if row["rung"] in order else len(order))
+    on = _measured_on(config, fill=fill, recompute=recompute)
+    write_json(file, {**circumstances("ladder"), **on, "peak": peak, "ceilings": {}, "rows": ordered})
     return folder
 
 

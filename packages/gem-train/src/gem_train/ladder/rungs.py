@@ -33,6 +33,7 @@ class Rung:
         aside: the next rung goes on from the one before this, not from this.
         warm_up: steps that it needs before it is timed, where those of the call are fewer.
         same: whether it computes the same function as the first rung, up to rounding.
+        hstu: whether it is not the model that is measured but HSTU layers of as many FLOPs (hstu.py).
         missing: why it can't be measured here, or "".
     """
 
@@ -45,6 +46,7 @@ class Rung:
     aside: bool = False
     warm_up: int = 0
     same: bool = True
+    hstu: bool = False
     missing: Check = lambda config, runtime: ""
 
 
@@ -163,6 +165,16 @@ RUNGS = (
         compile=True,
         on="torch varlen",
         aside=True,
+        missing=_varlen,
+    ),
+    Rung(
+        name="HSTU layers, torch varlen + torch.compile",
+        what="another model: HSTU layers of as many FLOPs, without tables, features and heads",
+        compile=True,
+        hstu=True,
+        on="torch varlen",
+        aside=True,
+        same=False,
         missing=_varlen,
     ),
     Rung(
