@@ -122,3 +122,36 @@ def test_impossible_shapes_are_named():
         preset("tiny", evidence_dim=8, evidence_values=9)
     with pytest.raises(ValueError, match="wider than dense = 2"):
         replace(example_inputs(dense=2), dense_columns=(("vector", 3),))
+
+
+def test_the_reader_is_the_equation_and_the_rest_starts_as_a_correction_of_nothing():
+    inputs = inputs_with_floats()
+    torch.manual_seed(5)
+    model = GEM(preset("tiny", evidence_heads=3, evidence_dim=7, evidence_values=2, reader=(6, 5)), inputs).eval()
+    batch = random_batch(inputs, 6, seed=3)
+    caught = {}
+    model.heads.register_forward_pre_hook(lambda _, args: caught.update(x=args[0], wide=args[1], rows=args[2]))
+    logits = model(batch)
+
+    w = {n: p.detach().double() for n, p in model.heads.named_parameters()}
+    x = torch.cat((caught["wide"], caught["rows"]), dim=1).double()
+    assert caught["rows"].shape == (6, len(inputs.sparse) * inputs.table_dim)
+    x = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    x = x * w["reader.norm.weight"] + w["reader.norm.bias"]
+    for i in range(2):
+        x = x @ w[f"reader.hidden.{i}.weight"].T + w[f"reader.hidden.{i}.bias"]
+        x = 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+    bias = torch.cat([w[f"out.{task}.bias"] for task in inputs.tasks])
+    torch.testing.assert_close(logits.double(), x @ w["reader.out.weight"].T + bias, rtol=1e-4, atol=1e-5)
+
+    for out in model.heads.out.values():  # once the rest is heard, it changes the logits
+        torch.nn.init.normal_(out.weight)
+    assert not torch.allclose(model(batch), logits)
+
+
+def test_without_rows_or_wide_inputs_the_reader_has_nothing_to_read():
+    inputs = example_inputs(dense=0)
+    model = GEM(preset("tiny", reader=(4,)), replace(inputs, dense=0))
+    assert model.heads.reader is None
+    with pytest.raises(ValueError, match=r"hidden units of the reader must be at least 1, got 0"):
+        preset("tiny", reader=(0,))

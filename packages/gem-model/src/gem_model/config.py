@@ -210,6 +210,10 @@ class GemConfig:
             candidate; each gives a token and reaches the logits linearly as well. 0 leaves it out.
         evidence_dim: dims of such a head's keys, the three of time included.
         evidence_values: dims of its values, at most evidence_dim.
+        evidence_dropout: probability, on what the evidence compares and in the reader; None is ``dropout``.
+        reader: hidden units, layer by layer, of a small network that makes logits of the evidence, the dense features
+            and the features' rows by itself (:mod:`gem_model.reader`); what the rest of the model adds starts at zero.
+            () leaves it out.
         ff_mult: hidden size of the event's feed-forward network, in widths.
         pffn_tokens: key/value tokens made of X_sum for the personalised feed-forward network; 0 leaves it out.
         interaction_rank: k of Y in R^{N x k} in the factorisation machine block X (X^T Y).
@@ -252,6 +256,8 @@ class GemConfig:
     evidence_heads: int = 0
     evidence_dim: int = 16
     evidence_values: int = 4
+    evidence_dropout: float | None = None
+    reader: tuple[int, ...] = ()
     ff_mult: float = 2.0
     pffn_tokens: int = 8
     interaction_rank: int = 8
@@ -308,8 +314,11 @@ class GemConfig:
             )
         if self.ff_mult <= 0:
             raise ValueError(f"ff_mult must be positive, got {self.ff_mult}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        for name, value in (("dropout", self.dropout), ("evidence_dropout", self.reader_dropout)):
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {value}")
+        for units in self.reader:
+            _at_least("hidden units of the reader", units, 1)
         if self.time_scale <= 0:
             raise ValueError(f"time_scale must be a positive number of seconds, got {self.time_scale}")
         if self.window is not None:
@@ -336,6 +345,11 @@ class GemConfig:
             raise ValueError(
                 f"pma_seeds {self.pma_seeds} are pooled into pma_queries tokens, which must be at least 1, got 0"
             )
+
+    @property
+    def reader_dropout(self) -> float:
+        """``evidence_dropout``, or ``dropout`` where that is not given."""
+        return self.dropout if self.evidence_dropout is None else self.evidence_dropout
 
     @property
     def head_dim(self) -> int:

@@ -57,7 +57,7 @@ class Evidence(nn.Module):
         self.v = nn.Linear(rest, self.heads * self.value_dim, bias=False)
         self.place = nn.Parameter(torch.empty(self.heads, PLACES))
         self.sink = nn.Parameter(torch.empty(self.heads))
-        self.dropout = Dropout(config.dropout)
+        self.dropout = Dropout(config.reader_dropout)
 
     def forward(self, rows: Rows, batch: BatchLike, history: History) -> Tensor:
         """[B, H, V]; zero where the history is empty."""

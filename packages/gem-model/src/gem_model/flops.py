@@ -7,6 +7,7 @@ each other. Not counted: element-wise work, norms, lookups, padding. A training 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 from gem_model.config import PLACES, GemConfig, ModelInputs, Source
 
@@ -64,6 +65,9 @@ def unit_flops(
         n_in = c.n_tokens
     per_task = 2 * (c.n_tokens * d + wide) * c.head_hidden + 2 * c.head_hidden + 2 * wide
     parts["heads"] = batch * len(inputs.tasks) * per_task
+    if c.reader and wide:
+        sizes_read = (wide + len(inputs.sparse) * inputs.table_dim, *c.reader, len(inputs.tasks))
+        parts["heads"] += batch * sum(2 * a * b for a, b in pairwise(sizes_read))
     return parts
 
 

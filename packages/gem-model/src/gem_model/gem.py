@@ -3,12 +3,12 @@
     ids ----> Tables ----> events of each source ----> S ---.        .---> S' ... (History, [T, d] jagged)
                  \\                                           layer 1
                   `------> features, candidate ------> X ---'        `---> X' ... ([B, N, d]) ---> Heads ---> logits
-                              evidence of each source --^
+                              evidence of each source --^--------- Reader -------------------------^
 
-What became of events like the candidate (evidence.py) joins X before the first layer. In each layer (interformer.py)
-the non-sequence tokens X are summarised for the histories, each history is transformed in their light and summarised
-for them, and all of it interacts (interaction.py). `B` samples, `T` events of one source, `N` non-sequence tokens, `d`
-width, `K` tasks.
+What became of events like the candidate (evidence.py) joins X before the first layer, and may have a short way of its
+own to the logits (reader.py). In each layer (interformer.py) the non-sequence tokens X are summarised for the
+histories, each history is transformed in their light and summarised for them, and all of it interacts (interaction.py).
+`B` samples, `T` events of one source, `N` non-sequence tokens, `d` width, `K` tasks.
 """
 
 from __future__ import annotations
@@ -89,7 +89,10 @@ class GEM(TokenRanker):
         cls = {source: self.candidate(source, rows, batch) for source in self.events}
         for layer in self.layers:
             x, histories, cls = layer(x, histories, cls)
-        return self.heads(x, torch.cat(wide, dim=1) if wide else None)
+        read = None
+        if self.heads.reader is not None:
+            read = torch.cat([x.new_zeros(x.shape[0], 0), *(rows.pooled[f] for f, _ in self.inputs.sparse)], dim=1)
+        return self.heads(x, torch.cat(wide, dim=1) if wide else None, read)
 
     def units(self) -> list[str]:
         """Names of the submodules that FSDP shards one by one, in the order in which they run."""

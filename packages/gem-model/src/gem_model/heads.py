@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from gem_model.config import GemConfig, ModelInputs
 from gem_model.dropout import Dropout
 from gem_model.names import ByName
+from gem_model.reader import Reader
 
 
 class Heads(nn.Module):
-    """logit_k = w_k . MLP_k([LN(flatten X) || LN(wide)]) + u_k . wide + b_k, the products with w and u in float32.
+    """logit_k = w_k . MLP_k([LN(flatten X) || LN(wide)]) + u_k . wide + r_k + b_k, the last products in float32.
 
     The dense features and the evidence also reach the logits linearly (the wide part of Wide & Deep): what a logistic
     regression sees is then learned in a few steps, and the rest of the model learns what it misses. They enter the
-    hidden layer as they are, too: a number needs no detour through tokens to meet another.
+    hidden layer as they are, too: a number needs no detour through tokens to meet another. With ``config.reader``, r is
+    what the reader makes of them by itself, and w starts at zero; otherwise there is no r.
     """
 
     def __init__(self, n_tokens: int, config: GemConfig, inputs: ModelInputs, *, n_wide: int) -> None:
@@ -36,9 +38,15 @@ class Heads(nn.Module):
         self.out = ByName({task: nn.Linear(config.head_hidden, 1) for task in inputs.tasks})
         self.wide = nn.Linear(n_wide, len(inputs.tasks), bias=False) if n_wide else None
         self.wide_norm = nn.LayerNorm(n_wide) if n_wide else None
+        self.reader = Reader(config, inputs, n_wide=n_wide) if config.reader and n_wide else None
 
-    def forward(self, x: Tensor, wide: Tensor | None) -> Tensor:
-        """[B, N, d] and what reaches the logits linearly, [B, n_wide] -> logits [B, K] float32."""
+    def forward(self, x: Tensor, wide: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        """[B, N, d], what reaches the logits linearly, [B, n_wide], and the reader's rows -> logits [B, K] float32."""
+        read = None
+        if self.reader is not None:
+            assert wide is not None
+            assert rows is not None
+            read = self.reader(wide, rows)
         x = self.norm(x.flatten(1))
         if self.wide_norm is not None:
             assert wide is not None
@@ -49,6 +57,8 @@ class Heads(nn.Module):
             if self.wide is not None:
                 assert wide is not None
                 logits = logits + self.wide(wide.float())
+            if read is not None:
+                logits = logits + read.float()
         return logits
 
     @torch.no_grad()

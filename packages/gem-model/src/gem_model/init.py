@@ -26,22 +26,14 @@ def initialise(model: nn.Module, *, layers: int) -> None:
     The map that makes logits starts small, and the wide part at zero.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            _normal(module.weight, module.in_features)
-            if module.bias is not None:
-                module.bias.zero_()
+        for name, fan_in in _fan_ins(module).items():
+            _normal(getattr(module, name), fan_in)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.zero_()
         elif isinstance(module, (nn.LayerNorm, RMSNorm)):
             module.reset_parameters()
-        elif isinstance(module, TokenMix):
-            _normal(module.weight, module.weight.shape[1])
-        elif isinstance(module, FactorizationMachine):
-            _normal(module.compress, module.compress.shape[0])
         elif isinstance(module, PMA):
             module.queries.normal_()  # with normed keys, the logits q.k / sqrt(D) then have unit variance
-        elif isinstance(module, EventEncoder) and module.mark is not None:
-            _normal(module.mark, 1)
-        elif isinstance(module, FeatureEncoder) and module.features:
-            _normal(module.projections, module.projections.shape[1])
     for module in model.modules():
         if isinstance(module, (Evidence, EvidenceTokens)):
             module.reset_parameters()
@@ -52,9 +44,35 @@ def initialise(model: nn.Module, *, layers: int) -> None:
         elif isinstance(module, Heads):
             for out in module.out.values():
                 assert isinstance(out, nn.Linear)
-                out.weight.mul_(HEAD_INIT)
+                out.weight.mul_(HEAD_INIT if module.reader is None else 0.0)
+            if module.reader is not None:
+                module.reader.out.weight.mul_(HEAD_INIT)
             if module.wide is not None:
                 module.wide.weight.zero_()
+
+
+def fan_ins(model: nn.Module) -> dict[str, int]:
+    """How many numbers each weight sums over, by the parameter's name; biases and norms sum nothing."""
+    return {
+        f"{prefix}.{name}" if prefix else name: fan_in
+        for prefix, module in model.named_modules()
+        for name, fan_in in _fan_ins(module).items()
+    }
+
+
+def _fan_ins(module: nn.Module) -> dict[str, int]:
+    """Of the parameters that the module itself holds."""
+    if isinstance(module, nn.Linear):
+        return {"weight": module.in_features}
+    if isinstance(module, (TokenMix, EvidenceTokens)):
+        return {"weight": module.weight.shape[1]}
+    if isinstance(module, FactorizationMachine):
+        return {"compress": module.compress.shape[0]}
+    if isinstance(module, EventEncoder) and module.mark is not None:
+        return {"mark": 1}
+    if isinstance(module, FeatureEncoder) and module.features:
+        return {"projections": module.projections.shape[1]}
+    return {}
 
 
 def _normal(weight: Tensor, fan_in: int) -> None:

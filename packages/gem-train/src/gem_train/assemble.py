@@ -19,17 +19,19 @@ from gem_lowprec import Conversion, Recipe, convert, get_recipe
 from gem_model import GEM, ModelInputs
 from gem_model.ranker import Ranker
 from gem_model.roles import roles
-from gem_parallel import ParallelModel, RowWiseAdagrad, Runtime, parallelize
+from gem_model.scaling import matrices, scale_outputs, width_ratios
+from gem_parallel import RowWiseAdagrad, Runtime, parallelize
 from torch import nn
 
 from gem_train import data as data_source
-from gem_train.config import OptimConfig, RunConfig
+from gem_train.config import RunConfig
 from gem_train.config.named import function
 from gem_train.data import Data
 from gem_train.errors import UserError, user_errors
 from gem_train.events import Events
 from gem_train.inputs import model_inputs
 from gem_train.metrics import Mfu, peak_flops
+from gem_train.optimizers import dense_optimizer
 from gem_train.progress import Progress
 from gem_train.run_dir import RunDir
 from gem_train.trainer import Parts, Trainer
@@ -77,6 +79,10 @@ def assemble(
         torch.manual_seed(config.train.seed)
         inputs = model_inputs(data.schema, config.inputs, max_history=config.data.max_history)
         gem = build(config, inputs)
+        ratios: dict[str, float] = {}
+        if config.optim.base_width is not None and isinstance(gem, GEM):
+            ratios = width_ratios(config.model, inputs, config.optim.base_width)
+            scale_outputs(gem, ratios)
         gem.init_bias(data_source.base_rates(data))
         if inputs.dense and config.inputs.standardize:
             gem.init_dense(*data_source.dense_statistics(data))
@@ -93,6 +99,7 @@ def assemble(
             table_std=config.parallel.table_std or inputs.table_std,
         )
         adagrad = RowWiseAdagrad(lr=config.optim.sparse_lr, eps=config.optim.sparse_eps)
+        linear = frozenset(matrices(gem))
         model = parallelize(gem, roles(gem), layout, runtime, sparse=adagrad, units=gem.units())
 
     precision = resolve_precision(config.train.precision, runtime.device)
@@ -107,7 +114,7 @@ def assemble(
             counts_flops=isinstance(gem, GEM),
             units=tuple(gem.units()),
             conversion=conversion,
-            optimizer=adamw(model, config.optim, runtime.device),
+            optimizer=dense_optimizer(model, config.optim, runtime.device, ratios=ratios, matrices=linear),
             train=train,
             validation=validation,
             test=test,
@@ -118,25 +125,6 @@ def assemble(
         )
     )
     return data, trainer
-
-
-def adamw(model: ParallelModel, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over the dense parameters; matrices are decayed, vectors (norms, biases, marks) are not."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for parameter in model.dense_parameters():
-        (matrices if parameter.dim() > 1 else vectors).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=device.type == "cuda",
-    )
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:

@@ -40,6 +40,7 @@ from gem_train.events import Events
 from gem_train.instruments import Instruments
 from gem_train.losses import GlobalLoss, global_loss, total_weights
 from gem_train.metrics import Mfu
+from gem_train.optimizers import set_lr
 from gem_train.progress import Progress
 from gem_train.progressive import Window
 from gem_train.run_dir import RunDir
@@ -235,8 +236,7 @@ class Trainer:
         shared: dict[str, Any] = {"total": self.total, "warmup": o.warmup_steps, "final_ratio": o.final_ratio}
         dense = o.lr * rate(step, schedule=o.schedule, **shared)
         sparse = o.sparse_lr * rate(step, schedule=o.sparse_schedule, **shared)
-        for group in self.parts.optimizer.param_groups:
-            group["lr"] = dense
+        set_lr(self.parts.optimizer, dense)
         self.model.set_sparse_lr(sparse)
         return {"lr": dense, "sparse_lr": sparse}
 

@@ -94,14 +94,19 @@ class InputsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW for the dense parameters (Loshchilov & Hutter 2019), row-wise AdaGrad for the tables.
+    """AdamW (Loshchilov & Hutter 2019) or Muon for the dense parameters, row-wise AdaGrad for the tables.
 
     Both learning rates rise linearly over `warmup_steps`; then "cosine" and "linear" take them down to `final_ratio` of
     their peak at the last step, "constant" keeps them, and "wsd" keeps them until the last tenth of the steps, over
     which they fall linearly (warm-up, stable, decay). Norms, biases and other vectors are not decayed.
 
     Args:
-        lr, betas, eps, weight_decay: AdamW.
+        optimizer: "adamw", or "muon" (Jordan et al. 2024): the matrices of linear maps move along the orthogonal part
+            of their momentum, by steps of AdamW's size; everything else has AdamW.
+        lr, betas, eps, weight_decay: AdamW; Muon has the same lr and weight_decay.
+        base_width: the model width at which `lr` was found (muP, gem_model.scaling): where the model is wider, matrices
+            that sum over the width learn more slowly in proportion, so that a rate can be found on a small model. None
+            uses `lr` as it is.
         clip_norm: the largest L2 norm of the dense gradient; None does not clip.
         accumulate: parts that each rank's batch is computed in, one after another, to save memory. The dense gradient
             is that of the whole batch; the tables, whose optimizer runs inside the backward pass, are updated part by
@@ -114,7 +119,9 @@ class OptimConfig:
         sparse_schedule: of the tables' learning rate.
     """
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 2e-3
+    base_width: int | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -138,6 +145,8 @@ class OptimConfig:
             raise ValueError(f"final_ratio is {self.final_ratio}; expected a share in [0, 1]")
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
             raise ValueError(f"ema_decay is {self.ema_decay}; expected a share between 0 and 1, or none")
+        if self.base_width is not None:
+            at_least("base_width", self.base_width, 1)
         at_least("warmup_steps", self.warmup_steps, 0)
         at_least("accumulate", self.accumulate, 1)
 
