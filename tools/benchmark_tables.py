@@ -21,8 +21,8 @@ def number(value: float | None, digits: int = 0) -> str:
 
 def table(name: str, result: dict[str, Any]) -> str:
     """One result file as a heading, its circumstances and a table."""
-    if result["suite"] == "ladder":
-        return ladder(name, result)
+    if result["suite"] in ("ladder", "efficiency"):
+        return {"ladder": ladder, "efficiency": efficiency}[result["suite"]](name, result)
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     ceilings = ", ".join(f"{k} {v:g}" for k, v in result["ceilings"].items())
     peers = sorted({peer for row in result["rows"] for peer in row.get("peers", {})})
@@ -81,6 +81,42 @@ def ladder(name: str, result: dict[str, Any]) -> str:
                 "yes" if row["same_function"] else "no",
             ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def efficiency(name: str, result: dict[str, Any]) -> str:
+    """What `gem-train bench` wrote: MFU with its numerators, the layers alone, and where a step goes."""
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    step, mfu, parts = result["step"], result["mfu"], result["waterfall"]
+    whole, local = ("none" if mfu[key] is None else f"{mfu[key]:.1%}" for key in ("end_to_end", "local"))
+    lines = [
+        f"## efficiency, {result['recipe']}, {result['world']} x {result['card']}, {result['date']}",
+        "",
+        f"[{name}]({name}): commit {(result['commit'] or 'unknown')[:10]}; {versions}. {result['precision']}, "
+        f"{result['batch_size']} samples a step in {result['accumulate']} part(s), lengths {result['lengths']}.",
+        f"`{result['command']}`",
+        "",
+        f"Step {step['seconds'] * 1e3:.1f} ms, {step['samples_per_s']:.0f} samples/s, {step['memory_bytes'] / 2**30:.1f} "
+        f"GiB. E2E MFU {whole} = local MFU {local} x scaling ratio {mfu['scaling_ratio']:.3f}: {mfu['stated']}.",
+        "",
+        f"| unit alone, {result['units_batch']} samples | forward ms | both ms | TFLOP/s | MFU |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for unit in result["units"]:
+        share = "" if unit["mfu"] is None else f"{unit['mfu']:.1%}"
+        times = (number(unit[key] * 1e3, 2) for key in ("forward_s", "seconds"))
+        lines.append("| " + " | ".join([unit["name"], *times, number(unit["tflops"], 1), share]) + " |")
+    lines += ["", "| part of a step | ms | share |", "| --- | --- | --- |"]
+    lines += [
+        f"| {part} | {number(seconds * 1e3, 1)} | {seconds / parts['step']:.1%} |" for part, seconds in parts.items()
+    ]
+    if result.get("kernels"):
+        lines += ["", "| kernels of one part, by kind | ms | share | count |", "| --- | --- | --- | --- |"]
+        total = result["kernels"]["kernels_s"]
+        lines += [
+            f"| {row['name']} | {number(row['seconds'] * 1e3, 2)} | {row['seconds'] / total:.1%} | {row['count']} |"
+            for row in result["kernels"]["kinds"]
+        ]
     return "\n".join(lines)
 
 

@@ -14,6 +14,32 @@ def test_the_page_is_up_to_date():
     assert outcome.returncode == 0, outcome.stderr
 
 
+def loaded():
+    spec = importlib.util.spec_from_file_location("benchmark_tables", TOOL)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
+def test_efficiency_has_the_layers_and_the_waterfall(tmp_path):
+    unit = {"name": "layers.0", "flops": 3e12, "forward_s": 0.01, "seconds": 0.03, "tflops": 100.0, "mfu": 0.101}
+    row = {"name": "matrix products, forward", "seconds": 0.004, "count": 7, "bytes": 0.0, "flops": 0.0}
+    result = {"suite": "efficiency", "recipe": "large", "world": 1, "card": "H200", "date": "2026-01-01",
+              "commit": "abc", "versions": {"torch": "2"}, "precision": "bf16", "batch_size": 8, "accumulate": 2,
+              "lengths": "of the data", "command": "gem-train bench", "units_batch": 4, "units": [unit],
+              "step": {"seconds": 0.1, "samples_per_s": 80.0, "memory_bytes": 2**31},
+              "mfu": {"end_to_end": 0.2, "local": 0.25, "scaling_ratio": 0.8, "stated": "a / b"},
+              "waterfall": {"local": 0.08, "launch gaps": 0.02, "step": 0.1},
+              "kernels": {"kernels_s": 0.008, "kinds": [row]}}  # fmt: skip
+    (tmp_path / "efficiency.json").write_text(json.dumps(result))
+    tool = loaded()
+    text = tool.page(tmp_path, tool.MARKER)
+    assert "Step 100.0 ms, 80 samples/s, 2.0 GiB. E2E MFU 20.0% = local MFU 25.0% x scaling ratio 0.800: a / b." in text
+    assert "| layers.0 | 10.00 | 30.00 | 100.0 | 10.1% |" in text
+    assert "| launch gaps | 20.0 | 20.0% |" in text
+    assert "| matrix products, forward | 4.00 | 50.0% | 7 |" in text
+
+
 def test_a_ladder_has_a_line_for_every_rung(tmp_path):
     row = {"rung": "first", "samples_per_s": 100.0, "step_ms": 10.0, "tflops": 2.0, "mfu": 0.25, "local_mfu": None,
            "memory_gib": 3.0, "ne": None, "same_function": True, "reason": ""}  # fmt: skip
@@ -22,9 +48,7 @@ def test_a_ladder_has_a_line_for_every_rung(tmp_path):
               "versions": {"torch": "2"}, "batch_size": 8, "accumulate": 2, "lengths": {"a": "uniform in 1..9"},
               "recompute": False, "peak": "against 9 TFLOP/s", "command": "gem-train ladder", "rows": rows}  # fmt: skip
     (tmp_path / "ladder.json").write_text(json.dumps(result))
-    spec = importlib.util.spec_from_file_location("benchmark_tables", TOOL)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = loaded()
     text = tool.page(tmp_path, tool.MARKER)
     assert "| second | 250 | 2.50x | 10.0 | 2.0 | 25.0% |  | 3.0 |  | yes |" in text
     assert "| third | not measured: no card |" in text
