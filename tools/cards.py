@@ -27,6 +27,7 @@ import gem_parallel.bench.__main__ as bench
 import torch
 
 STAGES = ("tests", "memory", "comm", "scaling")
+BENCH = "-m"  # python -m gem_parallel.bench
 TESTS = Path(__file__).resolve().parents[1] / "packages" / "gem-parallel" / "tests"
 
 
@@ -73,7 +74,7 @@ def memory(args: argparse.Namespace, rank: int, world: int) -> int:
     if args.rehearse:
         call = ["memory", "--workload", "gem_memory:tiny", "--batch", "8", "--steps", "1", "--min-kib", "4"]
     call += ["--budgets", *args.budgets, "--only", "full", "uniform", "regions", "fp8", "--share", f"{rank}/{world}"]
-    return command(bench.main, [*call, "--out", str(args.out / f"memory-large-{rank}.json")])
+    return command(bench.main, BENCH, [*call, "--out", str(args.out / f"memory-large-{rank}.json")])
 
 
 def comm(args: argparse.Namespace, rank: int, world: int) -> int:
@@ -81,7 +82,7 @@ def comm(args: argparse.Namespace, rank: int, world: int) -> int:
     small = ["--mib", "1", "8", "--repeats", "2"] if args.rehearse else []
     call = ["comm", "--device", device(args), "--parts", "layouts", "collectives", "--steps", "5", "--ctas", "2", "8"]
     files = ["--out", str(args.out / "comm.json"), "--profile", str(args.out / "profile.json")]
-    return command(bench.main, [*call, *small, *files])
+    return command(bench.main, BENCH, [*call, *small, *files])
 
 
 def scaling(args: argparse.Namespace, rank: int, world: int) -> int:
@@ -92,7 +93,8 @@ def scaling(args: argparse.Namespace, rank: int, world: int) -> int:
     call = ["--device", device(args), *model, "--out", str(args.out / f"scaling-{world}.json")]
     profile = args.out / "profile.json"
     call += ["--profile", str(profile)] if profile.exists() else []
-    return command(lambda _: scaling_cards.main(), [*call, *(["--rows", *args.rows] if args.rows else [])])
+    rows = ["--rows", *args.rows] if args.rows else []
+    return command(lambda _: scaling_cards.main(), "scaling_cards.py", [*call, *rows])
 
 
 def device(args: argparse.Namespace) -> str:
@@ -100,10 +102,10 @@ def device(args: argparse.Namespace) -> str:
     return "cpu" if args.rehearse else "cuda"
 
 
-def command(run: Callable[[list[str]], int], call: list[str]) -> int:
+def command(run: Callable[[list[str]], int], program: str, call: list[str]) -> int:
     """Run with `call` as the command line, which goes into the JSON."""
     whole = sys.argv
-    sys.argv = [whole[0], *call]
+    sys.argv = [program, *call]
     try:
         return run(call)
     finally:

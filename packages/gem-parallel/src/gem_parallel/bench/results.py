@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from datetime import date
@@ -23,14 +24,22 @@ def write(path: str, suite: str, rows: list[dict[str, Any]], **more: Any) -> Non
         "card": card,
         "commit": _commit(),
         "versions": {"torch": torch.__version__, "gem-parallel": __version__},
-        "command": " ".join(["python -m gem_parallel.bench", *sys.argv[1:]]),
+        "command": " ".join([_program(), *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]),
         "rows": rows,
         **more,
     }
     Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "python -m gem_parallel.bench" if name in ("__main__.py", "-m") else f"python tools/{name}"
+
+
 def _commit() -> str:
+    """Of this checkout; GEM_COMMIT says it where a copy without history runs."""
+    if told := os.environ.get("GEM_COMMIT"):
+        return told
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
