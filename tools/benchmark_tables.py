@@ -96,8 +96,9 @@ def efficiency(name: str, result: dict[str, Any]) -> str:
         f"{result['batch_size']} samples a step in {result['accumulate']} part(s), lengths {result['lengths']}.",
         f"`{result['command']}`",
         "",
-        f"Step {step['seconds'] * 1e3:.1f} ms, {step['samples_per_s']:.0f} samples/s, {step['memory_bytes'] / 2**30:.1f} "
-        f"GiB. E2E MFU {whole} = local MFU {local} x scaling ratio {mfu['scaling_ratio']:.3f}: {mfu['stated']}.",
+        f"Step {step['seconds'] * 1e3:.1f} ms, {step['samples_per_s']:.0f} samples/s, "
+        f"{step['memory_bytes'] / 2**30:.1f} GiB.",
+        f"E2E MFU {whole} = local MFU {local} x scaling ratio {mfu['scaling_ratio']:.3f}: {mfu['stated']}.",
         "",
         f"| unit alone, {result['units_batch']} samples | forward ms | both ms | TFLOP/s | MFU |",
         "| --- | --- | --- | --- | --- |",

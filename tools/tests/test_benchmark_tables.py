@@ -34,7 +34,8 @@ def test_efficiency_has_the_layers_and_the_waterfall(tmp_path):
     (tmp_path / "efficiency.json").write_text(json.dumps(result))
     tool = loaded()
     text = tool.page(tmp_path, tool.MARKER)
-    assert "Step 100.0 ms, 80 samples/s, 2.0 GiB. E2E MFU 20.0% = local MFU 25.0% x scaling ratio 0.800: a / b." in text
+    assert "Step 100.0 ms, 80 samples/s, 2.0 GiB." in text
+    assert "E2E MFU 20.0% = local MFU 25.0% x scaling ratio 0.800: a / b." in text
     assert "| layers.0 | 10.00 | 30.00 | 100.0 | 10.1% |" in text
     assert "| launch gaps | 20.0 | 20.0% |" in text
     assert "| matrix products, forward | 4.00 | 50.0% | 7 |" in text
