@@ -14,6 +14,52 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 MARKER = "<!-- tables: tools/benchmark_tables.py -->"
 
 
+# gem-parallel's suites: (heading, path of keys in a row, digits after the point; None: text)
+PLAIN: dict[str, list[tuple[str, str, int | None]]] = {
+    "memory": [
+        ("variant", "variant", None), ("step ms", "ms", 1), ("host ms", "host_ms", 1), ("kept MiB", "kept_mib", 0),
+        ("peak MiB", "peak_mib", 0), ("planned peak MiB", "plan_peak_mib", 0), ("again ms", "plan_recomputed_ms", 1),
+        ("gradients differ by", "error", 5),
+    ],
+    "comm": [
+        ("what is gathered", "case", None), ("collective", "op", None), ("ms", "ms", 3), ("GB/s", "gbps", 0),
+        ("rate of a product beside it", "gemm", 3),
+    ],
+    "scaling": [
+        ("row", "case", None), ("samples a card", "batch", 0), ("step ms", "ms", 1), ("samples/s", "samples_per_s", 0),
+        ("ratio", "ratio", 3), ("exposed ms", "exposed_ms", 1), ("work, max/mean", "work", 3), ("GiB", "memory_gib", 1),
+        ("tables MiB", "tables_mib", 0), ("plan ms", "plan.ms", 1), ("plan GiB", "plan.memory_gib", 1),
+    ],
+}  # fmt: skip
+
+
+def plain(name: str, result: dict[str, Any]) -> str:
+    """What gem_parallel.bench or tools/scaling_cards.py wrote: its rows as they are."""
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    columns = PLAIN[result["suite"]]
+    more = {k: result[k] for k in ("model", "workload", "batch", "world") if k in result}
+    lines = [
+        f"## {result['suite']}, {result['card']}, {result['date']}, {name.removesuffix('.json')}",
+        "",
+        f"[{name}]({name}): commit {result['commit'][:10]}; {versions}. "
+        f"{', '.join(f'{k} {v}' for k, v in more.items())}.",
+        f"`{result['command']}`",
+        "",
+        "| " + " | ".join(head for head, _, _ in columns) + " |",
+        "| " + " | ".join("---" for _ in columns) + " |",
+    ]
+    for row in result["rows"]:
+        cells = []
+        for _, path, digits in columns:
+            value: Any = row
+            for key in path.split("."):
+                value = (value or {}).get(key)
+            known = value is not None and value == value  # not NaN
+            cells.append(str(value) if digits is None else number(value if known else None, digits))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def number(value: float | None, digits: int = 0) -> str:
     """A figure for a cell; nothing where there is none."""
     return "" if value is None else f"{value:.{digits}f}"
@@ -23,6 +69,8 @@ def table(name: str, result: dict[str, Any]) -> str:
     """One result file as a heading, its circumstances and a table."""
     if result["suite"] in ("ladder", "efficiency"):
         return {"ladder": ladder, "efficiency": efficiency}[result["suite"]](name, result)
+    if result["suite"] in PLAIN:
+        return plain(name, result)
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     ceilings = ", ".join(f"{k} {v:g}" for k, v in result["ceilings"].items())
     peers = sorted({peer for row in result["rows"] for peer in row.get("peers", {})})

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What one host's cards can show of gem-parallel: activation memory, collectives, layouts, and how the preset "large"
 # scales on 1, 2, 4, 8 of them as far as there are so many. Prints as it goes; OUT takes the JSON files. Under ten
-# minutes; run it with nothing else on the host. Then `python tools/memory_curve.py` and `python tools/scaling_curve.py`.
+# minutes; run it with nothing else on the host. Then `python tools/parallel_curves.py`.
 #   OUT=results bash tools/cards.sh
 #   REHEARSE=1 bash tools/cards.sh      the same on two and four processes of a CPU, small
 set -u

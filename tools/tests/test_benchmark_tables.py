@@ -54,3 +54,18 @@ def test_a_ladder_has_a_line_for_every_rung(tmp_path):
     assert "| second | 250 | 2.50x | 10.0 | 2.0 | 25.0% |  | 3.0 |  | yes |" in text
     assert "| third | not measured: no card |" in text
     assert "8 samples a step in 2 part(s), histories a uniform in 1..9" in text
+
+
+def test_suites_of_gem_parallel_are_shown_as_they_are(tmp_path):
+    common = {"card": "H200", "date": "2026-01-01", "commit": "abc", "versions": {"torch": "2"}, "command": "tool"}
+    row = {"case": "+ SM-free", "batch": 96, "ms": 200.0, "samples_per_s": 960.0, "ratio": 0.98, "plan": {"ms": 210.0}}
+    scaling = common | {"suite": "scaling", "world": 2, "model": "large", "rows": [row, row | {"plan": None}]}
+    comm = common | {"suite": "comm", "rows": [{"case": "32 MiB", "op": "all-gather", "ms": 0.1, "gemm": float("nan")}]}
+    for name, result in (("scaling", scaling), ("comm", comm)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    tool = loaded()
+    text = tool.page(tmp_path, tool.MARKER)
+    assert "commit abc; torch 2. model large, world 2." in text
+    assert "| + SM-free | 96 | 200.0 | 960 | 0.980 |  |  |  |  | 210.0 |  |" in text
+    assert "| + SM-free | 96 | 200.0 | 960 | 0.980 |  |  |  |  |  |  |" in text
+    assert "| 32 MiB | all-gather | 0.100 |  |  |" in text
