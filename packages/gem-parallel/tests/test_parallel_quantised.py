@@ -7,12 +7,14 @@ import gc
 import pytest
 import torch
 from gem_parallel import MemoryConfig
+from gem_parallel.memory import recompute
 from gem_parallel.memory.keeper import Keeper
 from gem_parallel.memory.offload import HostStore
 from gem_parallel.memory.quantise import Fp8Quantiser
 from gem_parallel.memory.regions import MEASURED_STEPS, Regions
 from gem_parallel.memory.testing import stack, train_step
 from torch import nn
+from torch.utils import checkpoint
 
 
 @pytest.mark.parametrize("block", [0, 32])
@@ -51,6 +53,21 @@ def test_gradients_with_fp8_activations_are_within_five_percent(policy, block):
         if a.norm() > 1e-6:
             assert (a - b).norm() <= 0.05 * a.norm()
     assert any(not torch.equal(a, b) for a, b in zip(expected[3:], got[3:], strict=True))
+
+
+def test_the_checkpoint_sees_the_devices_of_quantised_inputs(monkeypatch):
+    """It puts back the generators of devices that it finds among its arguments, and of no other."""
+    seen = []
+
+    def spy(function, *args, **kwargs):
+        seen.append({a.device.type for a in args if isinstance(a, torch.Tensor)})
+        return checkpoint.checkpoint(function, *args, **kwargs)
+
+    monkeypatch.setattr(recompute, "checkpoint", spy)
+    model = stack()
+    regions = Regions(model, ["0", "1", "2"], MemoryConfig(policy="full", quantise="fp8", quantise_min_kib=1))
+    train_step(model, 0, regions)
+    assert seen == [{"cpu"}] * 3
 
 
 def test_a_plan_reckons_with_what_is_stored():

@@ -73,8 +73,7 @@ def run(args: argparse.Namespace) -> int:
                 good &= selfcheck.table(runtime, steps=args.steps)
             else:
                 good &= {"collectives": collectives, "ladder": ladder}[part](args, runtime, rows)
-        if args.out and runtime.is_main:
-            write(args.out, "comm", rows, world=runtime.world)
+        _save(args, runtime, rows)
         if args.profile and runtime.is_main:
             Path(args.profile).write_text(json.dumps(profile(rows, runtime), indent=1) + "\n", encoding="utf-8")
         runtime.barrier("the end of the benchmark")
@@ -226,7 +225,14 @@ def _row(
         f"{name:28} {mib:>6} {ms:>8.3f} {nbytes / ms / 1e6:>8.1f} {beside:>18.1%}  {error:.1e}"
         + ("" if right else "  WRONG: not timed"),
     )
+    _save(args, runtime, rows)
     return right
+
+
+def _save(args: argparse.Namespace, runtime: Runtime, rows: list[dict[str, Any]]) -> None:
+    """A run that is cut short leaves what it has."""
+    if args.out and runtime.is_main:
+        write(args.out, "comm", rows, world=runtime.world)
 
 
 def _timed(call: Callable[[], Any], runtime: Runtime, repeats: int) -> float:

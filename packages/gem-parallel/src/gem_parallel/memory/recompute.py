@@ -158,11 +158,12 @@ def recompute(
     if held is None:
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    def run(held: _Inputs) -> Any:
+    def run(held: _Inputs, *_: torch.Tensor) -> Any:
         args, kwargs = held.take()
         return function(*args, **kwargs)
 
-    return checkpoint(run, held, use_reentrant=False, context_fn=contexts)
+    # The checkpoint looks among its arguments for the devices whose generators it has to put back.
+    return checkpoint(run, held, *held.places, use_reentrant=False, context_fn=contexts)
 
 
 class _Inputs:
@@ -172,6 +173,8 @@ class _Inputs:
         leaves, self._tree = tree_flatten((args, dict(kwargs)))
         self._keeper = keeper
         self._first: list[Any] | None = leaves
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self.places = [torch.empty(0, device=device) for device in devices]
         self._kept = [
             (keeper.pack(leaf), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else (leaf, None)
             for leaf in leaves
