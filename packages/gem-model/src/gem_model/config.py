@@ -17,11 +17,15 @@ PLACES = 3  # dims of an evidence key that say when the event was
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """An embedding table of ``rows`` x ``dim`` float32; an id is a row, so ids run from 0 to ``rows - 1``."""
+    """An embedding table of ``rows`` x ``dim`` float32; an id is a row, so ids run from 0 to ``rows - 1``.
+
+    With ``managed``, ids are any int64 and rows go to those that come most and latest (:mod:`gem_model.slots`).
+    """
 
     name: str
     rows: int
     dim: int
+    managed: bool = False
 
     def __post_init__(self) -> None:
         _check_name("Table.name", self.name)

@@ -23,6 +23,7 @@ from torchrec import (
 from gem_model.batch import BatchLike, SequenceLike
 from gem_model.config import TIME_GAPS, ModelInputs, Source
 from gem_model.names import key
+from gem_model.slots import Slots
 
 V = TypeVar("V")
 
@@ -119,6 +120,9 @@ class Tables(nn.Module):
         others = [t.name for t in inputs.tables if t.name not in shared]
         self.shared = EmbeddingCollection(configs(EmbeddingConfig, in_histories), device) if in_histories else None
         self.bags = EmbeddingBagCollection(configs(EmbeddingBagConfig, others), device=device) if others else None
+        managed = [t for t in inputs.tables if t.managed]
+        self.slots = Slots(managed, users, device=device or torch.device("cpu")) if managed else None
+        self.bound = bound
         self.event_columns = [(s.name, column) for s in inputs.sources for column, _ in s.ids]
         self.shared_features = [f for f, table in inputs.sparse if table in shared]
         self.bag_features = [f for f, table in inputs.sparse if table not in shared]
@@ -130,8 +134,8 @@ class Tables(nn.Module):
         ids = {f: pick(batch.sparse, f, "sparse feature") for f in (*self.shared_features, *self.bag_features)}
         # Both lookups start before either answer is read: sharded ones are asynchronous.
         found = summed = None
+        columns: dict[str, tuple[Tensor, Tensor]] = {}
         if self.shared is not None:
-            columns = {}
             for source, column in self.event_columns:
                 sequence = pick(batch.sequences, source, "sequence")
                 columns[event_key(source, column)] = (
@@ -139,15 +143,33 @@ class Tables(nn.Module):
                     sequence.offsets,
                 )
             columns |= {key(f): (ids[f].values, ids[f].offsets) for f in self.shared_features}
+        bags = {key(f): (ids[f].values, ids[f].offsets) for f in self.bag_features}
+        if self.slots is not None:
+            both = self.slots({**columns, **bags})
+            columns, bags = ({k: both[k] for k in part} for part in (columns, bags))
+            self._refresh(self.slots.evicted())
+        if self.shared is not None:
             found = self.shared(keyed_jagged(columns))
         if self.bags is not None:
-            summed = self.bags(keyed_jagged({key(f): (ids[f].values, ids[f].offsets) for f in self.bag_features}))
+            summed = self.bags(keyed_jagged(bags))
         if found is not None:
             events = {(s, c): found[event_key(s, c)].values() for s, c in self.event_columns}
             pooled = {f: sum_pool(found[key(f)].values(), ids[f].offsets) for f in self.shared_features}
         if summed is not None:
             pooled |= {f: summed[key(f)] for f in self.bag_features}
         return Rows(events=events, pooled=pooled)
+
+    @torch.no_grad()
+    def _refresh(self, evicted: Mapping[str, Tensor]) -> None:
+        """Draw the rows anew that an id has lost and another got; their optimizer goes on with what it has."""
+        if not evicted:
+            return
+        weights = {name.split(".")[-2]: t for name, t in self.state_dict().items() if name.endswith(".weight")}
+        for table, rows in evicted.items():
+            weight = weights[key(table)]
+            if hasattr(weight, "local_shards"):
+                weight = weight.local_shards()[0].tensor
+            weight[rows] = torch.empty_like(weight[rows]).uniform_(-self.bound, self.bound)
 
 
 class EventEncoder(nn.Module):

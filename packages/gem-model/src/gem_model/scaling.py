@@ -54,6 +54,7 @@ def width_ratios(config: GemConfig, inputs: ModelInputs, base: int) -> dict[str,
     Raises:
         ValueError: where the model has no equal at width ``base``.
     """
+    inputs = replace(inputs, tables=tuple(replace(t, managed=False) for t in inputs.tables))  # which "meta" has not
     ours = fan_ins(GEM(config, inputs, device="meta"))
     theirs = fan_ins(GEM(at_width(config, base), inputs, device="meta"))
     return {name: fan / theirs[name] for name, fan in ours.items() if name in theirs}

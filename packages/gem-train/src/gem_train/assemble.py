@@ -92,6 +92,11 @@ def assemble(
         _warn_if_nothing(conversion)
 
     with user_errors("parallel"):
+        if config.inputs.managed and runtime.world > 1:
+            raise ValueError(
+                f"managed tables ({', '.join(config.inputs.managed)}) need one process, for each would learn a map of "
+                f"its own; this world has {runtime.world}"
+            )
         layout = dataclasses.replace(
             config.parallel,
             batch_size=train.local_batch_size,  # what the planner reckons with; not the user's to know

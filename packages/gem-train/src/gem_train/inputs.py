@@ -25,6 +25,9 @@ def model_inputs(schema: Schema, config: InputsConfig, *, max_history: int) -> M
             )
         if name in schema.dense_columns:
             raise ValueError(f"exclude names {name!r}, a dense feature of the candidate: those come as one block")
+    for name in config.managed:
+        if name not in schema.tables:
+            raise ValueError(f"managed names {name!r}, which has no table{suggest(name, schema.tables)}")
     sources = []
     for source in schema.source_names if max_history else ():
         shown = [name for name in schema.source_columns(source) if name not in config.exclude]
@@ -35,7 +38,16 @@ def model_inputs(schema: Schema, config: InputsConfig, *, max_history: int) -> M
     sparse = tuple(name for name in schema.sparse if name not in config.exclude)
     used = {*sparse, *(table for source in sources for _, table in source.ids)}
     return ModelInputs(
-        tables=tuple(Table(name=n, rows=rows, dim=config.table_dim) for n, rows in schema.tables.items() if n in used),
+        tables=tuple(
+            Table(
+                name=n,
+                rows=config.managed_rows if n in config.managed else rows,
+                dim=config.table_dim,
+                managed=n in config.managed,
+            )
+            for n, rows in schema.tables.items()
+            if n in used
+        ),
         sources=tuple(sources),
         sparse=tuple((n, n) for n in sparse),
         dense=schema.dense_width,

@@ -81,15 +81,21 @@ class InputsConfig:
     Args:
         table_dim: the dim of every embedding table.
         exclude: columns (of the candidate, the user or the history) that are kept from the model.
+        managed: id columns whose ids are without bound: `managed_rows` of them have a row of their own at a time, those
+            that come most and latest (TorchRec's managed collision). For one process alone.
+        managed_rows: rows of each such table.
         standardize: shift and scale the dense features by their mean and deviation over the training split.
     """
 
     table_dim: int = 32
     exclude: tuple[str, ...] = ()
+    managed: tuple[str, ...] = ()
+    managed_rows: int = 100_000
     standardize: bool = True
 
     def __post_init__(self) -> None:
         at_least("table_dim", self.table_dim, 1)
+        at_least("managed_rows", self.managed_rows, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
