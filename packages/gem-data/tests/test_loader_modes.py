@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import threading
 import time
 
@@ -30,7 +29,15 @@ from gem_data import (
 from gem_data.balance import LengthCost, imbalance
 from gem_data.batches.order import Cipher
 from gem_data.batches.pack import pack
-from gem_data.testing import brute_counter, brute_history, rich_events, rich_schema, small_events, small_schema
+from gem_data.testing import (
+    KillingCollator,
+    brute_counter,
+    brute_history,
+    rich_events,
+    rich_schema,
+    small_events,
+    small_schema,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -260,7 +267,7 @@ def test_batches_arrive_on_the_device_ahead_and_whole(small_log):
 # Worker processes.
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
 def test_workers_give_the_same_batches_in_the_same_order(small_log, start):
     plain, many = (Loader(small_log, np.arange(150), config(workers=w, start=start)) for w in (0, 2))
     for a, b in zip(plain, many, strict=True):
@@ -277,24 +284,10 @@ def test_leaving_the_loop_ends_the_workers(small_log):
     assert ids(next(iter(loader))) == ids(loader.batch(0, 3))
 
 
-class Killer(Collator):
-    """Kills its own worker process once, at the batch that holds `row`."""
-
-    def __init__(self, log, flag, row):
-        super().__init__(log, max_history=4)
-        self.flag, self.row, self.parent = flag, row, os.getpid()
-
-    def __call__(self, rows, *, padding=None):
-        if os.getpid() != self.parent and self.row in rows and not self.flag.exists():
-            self.flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(rows, padding=padding)
-
-
 def test_a_killed_worker_is_replaced_and_no_batch_is_lost(small_log, tmp_path):
     loader = Loader(small_log, np.arange(150), config(workers=2))
     expected = [ids(loader.batch(0, s)) for s in range(len(loader))]
-    loader._collate = Killer(small_log, tmp_path / "killed", expected[4][0])
+    loader._collate = KillingCollator(small_log, tmp_path / "killed", expected[4][0])
     begin = time.monotonic()
     with pytest.warns(RuntimeWarning, match="worker process died .* going on with new ones"):
         got = [ids(batch) for batch in loader]
@@ -305,7 +298,7 @@ def test_a_killed_worker_is_replaced_and_no_batch_is_lost(small_log, tmp_path):
 
 def test_a_worker_that_dies_again_and_again_is_an_error(small_log, tmp_path):
     loader = Loader(small_log, np.arange(150), config(workers=1, restarts=0))
-    loader._collate = Killer(small_log, tmp_path / "killed", int(loader.global_rows(0, 2)[0]))
+    loader._collate = KillingCollator(small_log, tmp_path / "killed", int(loader.global_rows(0, 2)[0]))
     with pytest.raises(RuntimeError, match=r"worker process died .*fewer workers"):
         list(loader)
 

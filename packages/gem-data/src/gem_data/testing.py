@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from bisect import bisect_right
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from gem_data.batches.batch import JaggedBatch
+from gem_data.batches.collate import Collator
 from gem_data.log.event_log import EventLog
 from gem_data.schema import Column, Counter, Schema, Source, Task
 
@@ -188,3 +193,18 @@ def brute_counter(log: EventLog, name: str, row: int) -> float:
         for g in range(x.shape[1])
     ]
     return float(np.dot(x[row], elements) / x[row].sum())
+
+
+class KillingCollator(Collator):
+    """Kills its own worker process once, at the batch that holds `row`; the file `flag` says that it has."""
+
+    def __init__(self, log: EventLog, flag: Path, row: int) -> None:
+        super().__init__(log, max_history=4)
+        self.flag, self.row, self.parent = flag, row, os.getpid()
+
+    def __call__(self, rows: Array, *, padding: Array | None = None) -> JaggedBatch:
+        """As a collator's, if the process lives."""
+        if os.getpid() != self.parent and self.row in rows and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(rows, padding=padding)

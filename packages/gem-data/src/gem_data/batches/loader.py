@@ -51,6 +51,9 @@ class LoaderConfig:
                  `cost` is a function of the number of events of a sample's histories, their sum by default.
     share_requests  samples of one request share a history (see `JaggedBatch.requests`).
     workers      processes that collate, each `prefetch` (or 2) batches ahead; a dead one is replaced `restarts` times.
+    start        how workers start: "forkserver" and "spawn" import the main script again, which has to keep what it
+                 does under `if __name__ == "__main__":`; "fork" does not, and may hang beside threads (a lock that
+                 another thread holds at that moment stays locked in the worker for ever).
     """
 
     batch_size: int
@@ -68,7 +71,7 @@ class LoaderConfig:
     share_requests: bool = False
     workers: int = 0
     restarts: int = 3
-    start: Start = "fork"
+    start: Start = "forkserver"
 
     def __post_init__(self) -> None:
         for name, choices in (("permute", Permute), ("balance", Method), ("start", Start)):

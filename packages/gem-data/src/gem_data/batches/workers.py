@@ -6,6 +6,7 @@ that dies is noticed by the DataLoader; the batches that were under way are made
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -66,6 +67,9 @@ def from_workers(
     raises is raised here. Closing the generator ends the workers.
     """
     done, left = 0, restarts
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":  # the server imports this once (and torch with it), not every worker
+        context.set_forkserver_preload([__name__])
     while done < len(steps):
         loader: DataLoader[Packed] = DataLoader(
             _Batches(collate),
@@ -75,7 +79,7 @@ def from_workers(
             prefetch_factor=ahead,
             collate_fn=_same,  # type: ignore[arg-type]  # without batching it gets one item
             pin_memory=pin,
-            multiprocessing_context=start,
+            multiprocessing_context=context,
         )
         batches = iter(loader)
         try:

@@ -116,6 +116,7 @@ class EventLog:
         return log
 
     def __reduce__(self) -> Any:
+        self.require_unchanged()  # who opens the files again cannot know how they were here
         return _reopen, (self.folder, self.digest)
 
     def __len__(self) -> int:
