@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gem_lowprec.__about__ import __version__
@@ -30,7 +31,10 @@ from gem_lowprec.rounding import Randoms, stochastic_round
 from gem_lowprec.weight import QuantizedWeight
 
 if TYPE_CHECKING:
+    from gem_lowprec.block_gemm import block_matmul
     from gem_lowprec.fsdp import Gather, Gathers, quantize_gathers
+    from gem_lowprec.norms import norm_quantize
+    from gem_lowprec.orientations import Norm, Oriented, quantize_both
 
 __all__ = [
     "BF16",
@@ -51,7 +55,9 @@ __all__ = [
     "Gather",
     "Gathers",
     "LowPrecisionLinear",
+    "Norm",
     "Numerics",
+    "Oriented",
     "Products",
     "QTensor",
     "QuantSpec",
@@ -63,13 +69,16 @@ __all__ = [
     "ScaleMode",
     "Watch",
     "__version__",
+    "block_matmul",
     "convert",
     "dequantize",
     "engine",
     "get_recipe",
     "hadamard",
     "low_precision_linear",
+    "norm_quantize",
     "quantize",
+    "quantize_both",
     "quantize_gathers",
     "random_signs",
     "stochastic_round",
@@ -77,9 +86,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("Gather", "Gathers", "quantize_gathers"):  # torch.distributed.fsdp is slow to import
-        from gem_lowprec import fsdp
+# What imports Triton or torch.distributed.fsdp, which are slow to import.
+_LATER = {
+    "Gather": "fsdp",
+    "Gathers": "fsdp",
+    "Norm": "orientations",
+    "Oriented": "orientations",
+    "block_matmul": "block_gemm",
+    "norm_quantize": "norms",
+    "quantize_both": "orientations",
+    "quantize_gathers": "fsdp",
+}
 
-        return getattr(fsdp, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(f"gem_lowprec.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,11 +7,14 @@ Precisions:
   E4M3 times a power of two is exact in float32, and in BF16 down to 2^-133, so the operands are dequantised without
   error and the product has MXFP8's numerics at the speed of a BF16 (CUDA) or float32 GEMM plus the quantisation.
 - "mxfp8_square": the same with one scale per 32 x 32 square, so a matrix has the same values in both orientations.
-- "fp8_block": E4M3 with float32 scales, 1 x 128 along K for activations and gradients, 128 x 128 for weights.
-  Emulated in float32.
-- "fp8_row": E4M3 with one float32 scale per row of A and of B. Runs in torch._scaled_mm on CUDA of compute
-  capability 8.9 and up, else it is emulated with the same operands. (Hopper's FP8 tensor cores accumulate with fewer
-  bits than float32: its results differ from the emulation's by about 1e-4 of their norm.)
+- "fp8_block": E4M3 with a power of two per 1 x 128 along K for activations and gradients and per 128 x 128 for weights.
+  Runs in our own kernel on Hopper (`gem_lowprec.block_gemm`), else it is emulated with the same operands.
+- "fp8_row": E4M3 with a power of two per row of A and of B. Runs in torch._scaled_mm on CUDA of compute capability 8.9
+  and up, else it is emulated.
+
+Scales are powers of two: E4M3 has as many digits at either end of a binade, so nothing is lost but range, and both the
+quantisation and its inverse are exact products. (Hopper's FP8 tensor cores accumulate with fewer bits than float32:
+native results differ from the emulation's by about 1e-4 of their norm.)
 
 `engine` says beforehand what a precision runs in on a device, and why; the first emulated product of a kind warns with
 the same words.
@@ -73,22 +76,28 @@ def engine(precision: str, device: torch.device | str) -> Engine:
         if missing is None:
             return Engine(name="native", why="torch._scaled_mm, row-wise scales")
         return Engine(name="emulated", why=f"{missing}; exact operands in a float32 GEMM")
-    if precision == "fp8_block":
-        return Engine(name="emulated", why="no block-wise kernel yet; dequantised operands in a float32 GEMM")
     gemm = "BF16" if device.type == "cuda" else "float32"
+    if precision == "fp8_block":
+        missing = _no_block_kernel(device)
+        if missing is None:
+            return Engine(name="native", why="Hopper kernel, float32 sums every 128")
+        return Engine(name="emulated", why=f"{missing}; exact operands in a {gemm} GEMM")
     return Engine(name="emulated", why=f"no block-scaled kernel yet; exact operands in a {gemm} GEMM")
 
 
 def product(
     a: Operand, b: Operand, precision: str, dtype: torch.dtype, *, signs: Tensor | None = None, block: int = 32,
-    observe: Observer | None = None,
+    observe: Observer | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """C[M, N] = A[M, K] B[N, K]^T in `precision`, as `dtype`.
+    """C[M, N] = A[M, K] B[N, K]^T + bias[N] in `precision`, as `dtype`.
 
     With `signs` [K], both operands go through the block random Hadamard transform along K before they are quantised.
     `observe` is called with (role, the tensor that is quantised, its quantisation) for each operand. An operand that
     arrives quantised as `precision` asks is used as it is and not observed; otherwise its dequantised values are used.
     """
+    if bias is not None and not (precision == "fp8_block" and _no_block_kernel(a.value.device) is None):
+        out = product(a, b, precision, dtype, signs=signs, block=block, observe=observe)
+        return out + bias.to(out.dtype)
     a, b = _open(a, precision, signs), _open(b, precision, signs)
     spec_a, spec_b = spec_for(precision, a.role), spec_for(precision, b.role)
     # Autocast is off inside, as it would round the operands of a float32 GEMM to BF16.
@@ -96,12 +105,17 @@ def product(
         if spec_a is None or spec_b is None:
             return a.value.to(dtype) @ b.value.to(dtype).t()
         if 0 in (*a.value.shape, b.value.shape[0]):  # an empty jagged batch
-            return a.value.new_zeros(a.value.shape[0], b.value.shape[0], dtype=dtype)
+            empty = torch.zeros(a.value.shape[0], b.value.shape[0], dtype=dtype, device=a.value.device)
+            return empty if bias is None else empty + bias.to(dtype)
         qa = _quantize(a, spec_a, signs, block, observe)
         qb = _quantize(b, spec_b, signs, block, observe)
         runs = engine(precision, a.value.device)
         if runs.name == "emulated" and not torch.compiler.is_compiling():
             _announce(f"{precision} is emulated on {a.value.device.type}: {runs.why}")
+        if precision == "fp8_block" and runs.name == "native":
+            from gem_lowprec.block_gemm import OUTPUTS, block_matmul  # imports Triton
+
+            return block_matmul(qa, qb, dtype if dtype in OUTPUTS else torch.float32, bias).to(dtype)
         if precision == "fp8_row":
             return _row_wise_native(qa, qb, dtype) if runs.name == "native" else _row_wise_emulated(qa, qb, dtype)
         exact_in_bf16 = spec_a.scale != "float32" and a.value.is_cuda
@@ -164,6 +178,14 @@ def _pad16(data: Tensor, *, rows: bool) -> Tensor:
     """Zero-pad the columns (and rows) of FP8 data to multiples of 16; always row-major."""
     widths = (0, -data.shape[1] % 16, 0, -data.shape[0] % 16 if rows else 0)
     return pad(data.contiguous().view(torch.uint8), widths).view(data.dtype)
+
+
+def _no_block_kernel(device: torch.device) -> str | None:
+    """Why the block-wise kernel is not used on `device`; None if it is."""
+    if device.type != "cuda":
+        return f"no block-wise FP8 kernel on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major == 9 else f"the block-wise kernel is for compute capability 9, not {major}.{minor}"
 
 
 def _no_scaled_mm(device: torch.device) -> str | None:

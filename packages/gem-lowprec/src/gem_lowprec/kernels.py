@@ -1,12 +1,14 @@
 """Triton kernels that quantise a matrix in one pass: read x once, write the elements and the scales.
 
-Everything that decides a bit is done on integers or in correctly rounded float32 operations, never by a hardware
-conversion, so that the kernels give the reference's bits on every GPU and in Triton's interpreter. They have not run on
-a card yet: `quantize` uses them only where `backend="triton"` asks for them.
+What decides a bit is done on integers or in correctly rounded float32 operations, so that the kernels give the
+reference's bits on every GPU and in Triton's interpreter. Two shortcuts keep the bits: dividing by a power of two is
+multiplying by its exact reciprocal, and GPUs from compute capability 8.9 on convert to FP8 as the reference rounds (to
+nearest even, saturating; a NaN loses its sign).
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ import triton.language as tl
 from gem_kernels.tiling import CompileCase, Tile, launch
 from torch import Tensor
 
-from gem_lowprec.formats import E2M1, E4M3, ScaleMode
+from gem_lowprec.formats import E2M1, E4M3, Format, ScaleMode
 from gem_lowprec.quantize import FP8_1X128, FP8_128X128, FP8_ROW, MXFP8, MXFP8_E5M2, MXFP8_SQUARE, QuantSpec
 from gem_lowprec.rounding import Randoms
 
@@ -65,6 +67,26 @@ def _encode(x, MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr):
 
 
 @triton.jit
+def _over(x, scale, code, SCALE: tl.constexpr):
+    """x / scale, correctly rounded; `scale` and `code` broadcast to x."""
+    if SCALE == 0:
+        return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    bits = tl.where(code == 254, 1 << 22, (254 - code) << 23)  # of 1 / 2^(code - 127); 2^-127 is subnormal
+    bits = tl.where(code == 255, 0x7FC00000, bits)
+    return x * bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nearest(x, MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr, HARDWARE: tl.constexpr):
+    """float32 -> FP8 code as uint8, to nearest even and saturating."""
+    if HARDWARE:
+        if MANTISSA == 3:
+            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return _encode(x, MANTISSA, EMIN, LAST)
+
+
+@triton.jit
 def _encode_stochastic(x, index, seed, step, stream, MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr):
     """float32 -> FP8 code, rounded away from zero with the probability of the cut-off fraction.
 
@@ -104,6 +126,7 @@ def _blocks(
     BR: tl.constexpr, BK: tl.constexpr, TR: tl.constexpr, TK: tl.constexpr,
     LIMIT: tl.constexpr, THRESHOLD: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr,
     MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr, STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One tile [TR, TK] of whole blocks [BR, BK] per program; data [rows, cols] is row-major."""
     across = tl.cdiv(cols, TK)
@@ -117,13 +140,13 @@ def _blocks(
     size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(tl.max(tl.reshape(size, [TR // BR, BR, TK // BK, BK]), 3), 1)  # [TR / BR, TK / BK]
     scale, code = _scale_of(amax, LIMIT, THRESHOLD, EMAX, SCALE)
-    spread = tl.broadcast_to(scale[:, None, :, None], [TR // BR, BR, TK // BK, BK])
-    scaled = tl.div_rn(x, tl.reshape(spread, [TR, TK]))
+    parts = tl.reshape(x, [TR // BR, BR, TK // BK, BK])
+    scaled = tl.reshape(_over(parts, scale[:, None, :, None], code[:, None, :, None], SCALE), [TR, TK])
     if STOCHASTIC:
         index = offset.to(tl.int64) + r[:, None].to(tl.int64) * i_row + c[None, :].to(tl.int64) * i_col
         data = _encode_stochastic(scaled, index, seed.to(tl.int64), step, stream, MANTISSA, EMIN, LAST)
     else:
-        data = _encode(scaled, MANTISSA, EMIN, LAST)
+        data = _nearest(scaled, MANTISSA, EMIN, LAST, HARDWARE)
     tl.store(data_ptr + r[:, None].to(tl.int64) * cols + c[None, :], data, mask=inside)
 
     br = tile_row * (TR // BR) + tl.arange(0, TR // BR)
@@ -142,6 +165,7 @@ def _row_wise(
     TR: tl.constexpr, TK: tl.constexpr,
     LIMIT: tl.constexpr, THRESHOLD: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr,
     MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr, STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One scale per row; a program reads its TR rows twice, the second time from cache where they fit."""
     r = tl.program_id(0) * TR + tl.arange(0, TR)
@@ -161,12 +185,12 @@ def _row_wise(
         c = start + tl.arange(0, TK)
         inside = (r[:, None] < rows) & (c[None, :] < cols)
         x = tl.load(x_rows + c[None, :].to(tl.int64) * x_col, mask=inside, other=0.0).to(tl.float32)
-        scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], [TR, TK]))
+        scaled = _over(x, scale[:, None], code[:, None], SCALE)
         if STOCHASTIC:
             index = offset.to(tl.int64) + r[:, None].to(tl.int64) * i_row + c[None, :].to(tl.int64) * i_col
             data = _encode_stochastic(scaled, index, seed.to(tl.int64), step, stream, MANTISSA, EMIN, LAST)
         else:
-            data = _encode(scaled, MANTISSA, EMIN, LAST)
+            data = _nearest(scaled, MANTISSA, EMIN, LAST, HARDWARE)
         tl.store(data_ptr + r[:, None].to(tl.int64) * cols + c[None, :], data, mask=inside)
 
 
@@ -211,7 +235,7 @@ def quantize_rows(
     data = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
     kind = torch.uint8 if spec.scale == "e8m0" else torch.float32
     scale = torch.empty(down, across, dtype=kind, device=x.device)
-    plan = _plan(spec, stochastic=randoms is not None)
+    plan = _plan(spec, stochastic=randoms is not None, hardware=hardware(x.device))
     words = randoms or Randoms(seed=0)
     if words.offset < 0:
         raise ValueError(f"offset must be non-negative, got {words.offset}")
@@ -237,19 +261,30 @@ def _signed(n: int, bits: int) -> int:
     return n - (1 << bits) if n >> (bits - 1) else n
 
 
-def _plan(spec: QuantSpec, *, stochastic: bool) -> _Launch:
-    element, (block_rows, block_cols) = spec.element, spec.block
-    p = element.mantissa_bits
-    # bump = mantissa of amax > threshold, as `formats.scale_code` has it
-    threshold = {
+def threshold(element: Format, mode: ScaleMode) -> int:
+    """The exponent of a scale is one more where the mantissa of amax exceeds this, as `formats.scale_code` has it."""
+    return {
         ScaleMode.FLOOR: 1 << 23,
         ScaleMode.CEIL: 0,
-        ScaleMode.EVEN: (1 << 23) - (1 << (22 - p)) - 1,
+        ScaleMode.EVEN: (1 << 23) - (1 << (22 - element.mantissa_bits)) - 1,
         ScaleMode.RCEIL: int((element.max / 2.0**element.emax - 1.0) * (1 << 23)),
-    }[spec.mode]
+    }[mode]
+
+
+@functools.cache
+def hardware(device: torch.device) -> bool:
+    """Whether the device converts float32 to FP8 itself, to nearest even and saturating."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _plan(spec: QuantSpec, *, stochastic: bool, hardware: bool) -> _Launch:
+    element, (block_rows, block_cols) = spec.element, spec.block
+    p = element.mantissa_bits
     constants: dict[str, Any] = {
-        "LIMIT": element.max, "THRESHOLD": threshold, "EMAX": element.emax, "SCALE": SCALES[spec.scale], "MANTISSA": p,
+        "LIMIT": element.max, "THRESHOLD": threshold(element, spec.mode), "EMAX": element.emax,
+        "SCALE": SCALES[spec.scale], "MANTISSA": p,
         "EMIN": element.emin, "LAST": 0x7E if element is E4M3 else 0x7B, "STOCHASTIC": stochastic,
+        "HARDWARE": hardware,
     }  # fmt: skip
     # The random numbers take registers: fewer elements a thread then.
     if block_cols is None:
@@ -270,7 +305,7 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     specs = (MXFP8, MXFP8_E5M2, MXFP8_SQUARE, FP8_1X128, FP8_128X128, FP8_ROW)
     for spec, stochastic in [(s, stochastic) for s in specs for stochastic in (False, True)]:
-        plan = _plan(spec, stochastic=stochastic)
+        plan = _plan(spec, stochastic=stochastic, hardware=True)
         types = {name: "constexpr" if name in plan.constants else "i32" for name in plan.kernel.arg_names}
         types |= {"seed": "i64", "offset": "i64"}
         types |= {"x_ptr": "*bf16", "data_ptr": "*u8", "scale_ptr": "*fp32", "code_ptr": "*u8"}

@@ -76,9 +76,9 @@ MXFP8 = QuantSpec(name="mxfp8", element=E4M3, block=(1, 32), scale="e8m0")
 MXFP8_E5M2 = QuantSpec(name="mxfp8_e5m2", element=E5M2, block=(1, 32), scale="e8m0")
 MXFP8_SQUARE = QuantSpec(name="mxfp8_square", element=E4M3, block=(32, 32), scale="e8m0")
 MXFP4 = QuantSpec(name="mxfp4", element=E2M1, block=(1, 32), scale="e8m0")
-FP8_1X128 = QuantSpec(name="fp8_1x128", element=E4M3, block=(1, 128), scale="float32")
-FP8_128X128 = QuantSpec(name="fp8_128x128", element=E4M3, block=(128, 128), scale="float32")
-FP8_ROW = QuantSpec(name="fp8_row", element=E4M3, block=(1, None), scale="float32")
+FP8_1X128 = QuantSpec(name="fp8_1x128", element=E4M3, block=(1, 128), scale="pow2")
+FP8_128X128 = QuantSpec(name="fp8_128x128", element=E4M3, block=(128, 128), scale="pow2")
+FP8_ROW = QuantSpec(name="fp8_row", element=E4M3, block=(1, None), scale="pow2")
 FP8_TENSOR = QuantSpec(name="fp8_tensor", element=E4M3, block=(None, None), scale="float32")
 
 
@@ -147,9 +147,9 @@ def quantize(
     even and saturating, or stochastically with `randoms` given. A block that holds an infinity or NaN gets the scale
     NaN; an all-zero block keeps zeros (E8M0 code 0, or 2^-126).
 
-    `backend`: None or "reference" is plain PyTorch; "triton" is one kernel with the same bits, on CUDA or in Triton's
-    interpreter (FP8 elements; blocks of powers of two up to 128, or whole rows). It must be asked for: it has not run
-    on a card yet.
+    `backend`: "reference" is plain PyTorch; "triton" is one kernel with the same bits (but for the sign of a NaN), on
+    CUDA or in Triton's interpreter, for FP8 elements in blocks of powers of two up to 128 or in whole rows. None takes
+    the kernel on CUDA for what it does, and the reference elsewhere.
 
     Raises TypeError for integers, ValueError for shapes the block does not fit, for an unknown backend and for what
     the Triton kernels do not do.
@@ -162,7 +162,7 @@ def quantize(
         raise ValueError(f"dim must name a dimension of a tensor of shape {list(x.shape)}, got {dim}")
     dim = dim if dim < 0 else dim - x.ndim
     blocks = _blocks(spec, dim, x.ndim)
-    if backend == "triton":
+    if backend == "triton" or (backend is None and x.is_cuda and _kernel_why_not(x, spec, dim, randoms) is None):
         return _quantize_triton(x, spec, dim, randoms)
     value = x.to(torch.float32)
     amax = _block_amax(value.abs(), blocks)
@@ -183,8 +183,14 @@ def quantize(
     return replace(q, data=data)
 
 
-def _quantize_triton(x: Tensor, spec: QuantSpec, dim: int, randoms: Randoms | None) -> QTensor:
+def _kernel_why_not(x: Tensor, spec: QuantSpec, dim: int, randoms: Randoms | None) -> str | None:
     from gem_lowprec import kernels  # imports Triton
+
+    return kernels.applies(x, spec, dim, randoms)
+
+
+def _quantize_triton(x: Tensor, spec: QuantSpec, dim: int, randoms: Randoms | None) -> QTensor:
+    from gem_lowprec import kernels
 
     why_not = kernels.applies(x, spec, dim, randoms)
     if why_not is not None:

@@ -1,0 +1,112 @@
+"""Kernels build for Hopper without a GPU; layers go through torch.compile whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from gem_lowprec import LowPrecisionLinear, Products, convert
+from gem_lowprec.block_gemm import CONFIGS, split_of_k
+from gem_lowprec.linear import Clock
+from torch import nn
+
+BUILD = r"""
+from gem_kernels.compile_check import build
+from gem_lowprec import block_gemm, norms, orientations
+
+wanted = ("fp8 block gemm 2x64x256", "both by hand fp8_1x128 row True col True sums", "norm to fp8 layer 512")
+for case in block_gemm.compile_cases() + orientations.compile_cases() + norms.compile_cases():
+    if case.name in wanted:
+        print(case.name, build(case, 90), sep=" | ")
+"""
+
+
+def test_kernels_build_for_hopper() -> None:
+    """Without spills; the product is made of E4M3 warpgroup instructions."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", BUILD], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, lines
+    assert all(re.search(r"spilled +0 B", line) for line in lines), lines
+    assert "wgmma.mma_async.e4m3" in lines[0]
+
+
+def test_k_is_cut_where_few_tiles_would_leave_programs_idle() -> None:
+    assert split_of_k(tiles=4096, k_blocks=16, programs=132) == 1
+    assert split_of_k(tiles=32, k_blocks=512, programs=132) == 4
+    assert split_of_k(tiles=1, k_blocks=8, programs=132) == 1
+    for config in CONFIGS.values():
+        assert config.tile[0] % 64 == 0
+        assert config.tile[1] % 128 == 0
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_row", "mxfp8"])
+def test_a_converted_model_compiles_without_a_graph_break(recipe) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    conversion = convert(model, recipe)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for step, tokens in enumerate((33, 70, 129)):
+        conversion.set_step(step, step)
+        x = torch.randn(tokens, 128)
+        found = []
+        for run in (model, compiled):
+            leaf = x.clone().requires_grad_()
+            run(leaf).square().sum().backward()
+            found.append([leaf.grad, *(p.grad.clone() for p in model.parameters())])
+            model.zero_grad()
+        for eager, traced in zip(*found, strict=True):
+            torch.testing.assert_close(traced, eager)
+
+
+def test_a_new_step_is_read_and_not_compiled_anew() -> None:
+    layer = LowPrecisionLinear(64, 64, products=Products(dgrad="mxfp8", wgrad="mxfp8", stochastic=True))
+    builds = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        builds.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, backend=count, fullgraph=True)
+    gradients = []
+    for step in (0, 1, 2, 1):
+        layer.clock.step = step
+        x = torch.ones(8, 64, requires_grad=True)
+        compiled(x).square().sum().backward()
+        gradients.append(x.grad)
+    assert len(builds) == 1
+    assert torch.equal(gradients[1], gradients[3])
+    assert not torch.equal(gradients[0], gradients[1])
+
+
+def test_the_operators_keep_their_promises() -> None:
+    x = torch.randn(20, 64, requires_grad=True)
+    w = torch.randn(48, 64, requires_grad=True)
+    for bias in (torch.randn(48, requires_grad=True), None):
+        for settings in ("fp8_block|fp8_block|fp8_block|1|0||False", "mxfp8|bf16|skip|1|0||False"):
+            inputs = (x, w, bias, Clock(step=3).state, 7, 1, settings, True)
+            names = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+            torch.library.opcheck(torch.ops.gem_lowprec.linear.default, inputs, test_utils=names)
+
+
+def test_a_watched_or_intermittent_layer_breaks_the_graph_and_still_runs() -> None:
+    layer = LowPrecisionLinear(64, 64, products=Products(forward="mxfp8", wgrad_every=2))
+    compiled = torch.compile(layer, backend="aot_eager")
+    for step in (0, 1):
+        layer.clock.step, layer.weight.grad = step, None
+        compiled(torch.randn(8, 64)).sum().backward()
+        assert (layer.weight.grad is None) == (step == 1)
