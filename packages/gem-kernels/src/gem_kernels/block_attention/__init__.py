@@ -12,6 +12,7 @@ from gem_kernels import dispatch
 from gem_kernels.block_attention import reference
 from gem_kernels.checks import check_heads, check_offsets, check_qkv
 from gem_kernels.gdpa.activations import check_activation
+from gem_kernels.operator import operator
 from gem_kernels.rotary import Rope
 
 __all__ = ["block_attention", "block_attention_packed"]
@@ -184,7 +185,7 @@ def _reference(
     return reference.attention(q, k, v, offsets, block=block, scale=scale, activation=activation, **turn)
 
 
-@torch.library.custom_op("gem_kernels::block_list", mutates_args=())
+@operator("block_list")
 def _blocks(offsets: Tensor, total: int, block: int) -> Tensor:
     from gem_kernels.block_attention import blocks
 
@@ -196,7 +197,7 @@ def _(offsets, total, block):  # type: ignore[no-untyped-def]
     return offsets.new_empty(total // block + offsets.shape[0], dtype=torch.int64)
 
 
-@torch.library.custom_op("gem_kernels::block_attention", mutates_args=())
+@operator("block_attention")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -221,7 +222,7 @@ def _(q, *_rest):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape)
 
 
-@torch.library.custom_op("gem_kernels::block_attention_backward", mutates_args=())
+@operator("block_attention_backward")
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -260,7 +261,7 @@ def _autograd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 _forward.register_autograd(_autograd, setup_context=_setup)
 
 
-@torch.library.custom_op("gem_kernels::block_attention_packed", mutates_args=())
+@operator("block_attention_packed")
 def _packed(
     qkv: Tensor,
     kv_heads: int,
@@ -285,7 +286,7 @@ def _(qkv, kv_heads, *_rest):  # type: ignore[no-untyped-def]
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * kv_heads, qkv.shape[2])
 
 
-@torch.library.custom_op("gem_kernels::block_attention_packed_backward", mutates_args=())
+@operator("block_attention_packed_backward")
 def _packed_backward(
     dout: Tensor,
     qkv: Tensor,

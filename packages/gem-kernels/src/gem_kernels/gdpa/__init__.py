@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gem_kernels import dispatch
 from gem_kernels.checks import check_problem, normalise_window
 from gem_kernels.gdpa import reference
 from gem_kernels.gdpa.activations import ACTIVATIONS, check_activation
+from gem_kernels.operator import operator
 
 __all__ = ["ACTIVATIONS", "gdpa"]
 
@@ -96,7 +96,7 @@ def gdpa(
     return _forward(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right, name)
 
 
-@torch.library.custom_op("gem_kernels::gdpa", mutates_args=())
+@operator("gdpa")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -122,7 +122,7 @@ def _(q, k, v, q_offsets, k_offsets, *_rest):  # type: ignore[no-untyped-def]
     return q.new_empty(rows, q.shape[1], q.shape[2])
 
 
-@torch.library.custom_op("gem_kernels::gdpa_backward", mutates_args=())
+@operator("gdpa_backward")
 def _backward(
     dout: Tensor,
     q: Tensor,

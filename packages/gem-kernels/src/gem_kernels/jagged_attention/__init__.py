@@ -11,6 +11,7 @@ from torch import Tensor
 from gem_kernels import dispatch
 from gem_kernels.checks import check_bias, check_problem, normalise_window
 from gem_kernels.jagged_attention import reference
+from gem_kernels.operator import operator
 
 __all__ = ["jagged_attention"]
 
@@ -111,7 +112,7 @@ def _rows(q: Tensor, q_offsets: Tensor | None, k_offsets: Tensor) -> int:
     return q.shape[0] if q_offsets is not None else q.shape[0] * (k_offsets.shape[0] - 1)
 
 
-@torch.library.custom_op("gem_kernels::jagged_attention", mutates_args=())
+@operator("jagged_attention")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -136,7 +137,7 @@ def _(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, left, right, bac
     return q.new_empty(rows, q.shape[1], q.shape[2]), q.new_empty(rows, q.shape[1], dtype=torch.float32)
 
 
-@torch.library.custom_op("gem_kernels::jagged_attention_backward", mutates_args=())
+@operator("jagged_attention_backward")
 def _backward(
     dout: Tensor,
     dlse: Tensor | None,

@@ -10,6 +10,7 @@ from torch import Tensor
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS
 from gem_kernels.norms import reference
+from gem_kernels.operator import operator
 
 __all__ = ["layer_norm", "qk_norm", "rms_norm"]
 
@@ -155,7 +156,7 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tens
             raise ValueError(f"{name} must be on {x.device} with x; it is on {vector.device}")
 
 
-@torch.library.custom_op("gem_kernels::norm", mutates_args=())
+@operator("norm")
 def _forward(
     x: Tensor,
     residual: Tensor | None,
@@ -174,7 +175,7 @@ def _(x, residual, *_rest):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else (0,))
 
 
-@torch.library.custom_op("gem_kernels::norm_backward", mutates_args=())
+@operator("norm_backward")
 def _backward(
     dy: Tensor,
     dtotal: Tensor | None,

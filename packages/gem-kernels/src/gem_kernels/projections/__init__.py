@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS
+from gem_kernels.operator import operator
 from gem_kernels.projections import reference
 
 __all__ = ["Turn", "gated_heads", "rotary_heads"]
@@ -188,7 +189,7 @@ class _Rotary(torch.autograd.Function):
         return dpacked, *dweights, *(None,) * 7
 
 
-@torch.library.custom_op("gem_kernels::gated_heads", mutates_args=())
+@operator("gated_heads")
 def _gated(
     packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -201,7 +202,7 @@ def _(packed, weight, hidden, heads, eps, backend):  # type: ignore[no-untyped-d
     return packed.new_empty(rows, hidden), packed.new_empty(rows, heads, (packed.shape[1] - 2 * hidden) // heads)
 
 
-@torch.library.custom_op("gem_kernels::gated_heads_backward", mutates_args=())
+@operator("gated_heads_backward")
 def _gated_backward(
     dgated: Tensor,
     dq: Tensor,
@@ -221,7 +222,7 @@ def _(dgated, dq, packed, weight, *_rest):  # type: ignore[no-untyped-def]
     return packed.new_empty(packed.shape), packed.new_empty(0) if weight is None else weight.new_empty(weight.shape)
 
 
-@torch.library.custom_op("gem_kernels::rotary_heads", mutates_args=())
+@operator("rotary_heads")
 def _rotary(
     packed: Tensor,
     weights: list[Tensor | None],
@@ -240,7 +241,7 @@ def _(packed, weights, heads, *_rest):  # type: ignore[no-untyped-def]
     return [packed.new_empty(packed.shape[0], heads, dim) for _ in weights]
 
 
-@torch.library.custom_op("gem_kernels::rotary_heads_backward", mutates_args=())
+@operator("rotary_heads_backward")
 def _rotary_backward(
     grads: list[Tensor | None],
     packed: Tensor,

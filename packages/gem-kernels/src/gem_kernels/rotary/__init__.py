@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gem_kernels import dispatch, jagged
 from gem_kernels.checks import check_heads, check_offsets
+from gem_kernels.operator import operator
 from gem_kernels.rotary import reference
 
 __all__ = ["Rope", "rope", "rote", "rote_positions"]
@@ -127,7 +128,7 @@ def rote_positions(elapsed: Tensor, t_scale: float, dtype: torch.dtype = torch.f
     return torch.log1p(elapsed.to(dtype) / t_scale)
 
 
-@torch.library.custom_op("gem_kernels::rotary", mutates_args=())
+@operator("rotary")
 def _rotate(x: Tensor, positions: Tensor, base: float, inverse: bool, backend: str) -> Tensor:
     return dispatch.module("rotary", backend).forward(x, positions, base, inverse)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS, check_offsets
+from gem_kernels.operator import operator
 from gem_kernels.sequences import reference
 
 __all__ = ["jagged_add", "jagged_concat", "jagged_split", "most_recent"]
@@ -179,7 +180,7 @@ def _sum_of(a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
     return a_offsets + b_offsets
 
 
-@torch.library.custom_op("gem_kernels::most_recent", mutates_args=())
+@operator("most_recent")
 def _most_recent(values: Tensor, offsets: Tensor, k: int, backend: str) -> Tensor:
     return dispatch.module("sequences", backend).most_recent(values, offsets, k)
 
@@ -189,7 +190,7 @@ def _(values, offsets, k, backend):  # type: ignore[no-untyped-def]
     return values.new_empty(offsets.shape[0] - 1, k, values.shape[1])
 
 
-@torch.library.custom_op("gem_kernels::most_recent_backward", mutates_args=())
+@operator("most_recent_backward")
 def _most_recent_backward(dout: Tensor, offsets: Tensor, total: int, backend: str) -> Tensor:
     return dispatch.module("sequences", backend).most_recent_backward(dout, offsets, total)
 
@@ -212,7 +213,7 @@ def _most_recent_autograd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 _most_recent.register_autograd(_most_recent_autograd, setup_context=_most_recent_setup)
 
 
-@torch.library.custom_op("gem_kernels::jagged_concat", mutates_args=())
+@operator("jagged_concat")
 def _concat(a: Tensor, b: Tensor, a_offsets: Tensor, offsets: Tensor, backend: str) -> Tensor:
     return dispatch.module("sequences", backend).concat(a, b, a_offsets, offsets)
 
@@ -222,7 +223,7 @@ def _(a, b, a_offsets, offsets, backend):  # type: ignore[no-untyped-def]
     return a.new_empty(a.shape[0] + b.shape[0], a.shape[1])
 
 
-@torch.library.custom_op("gem_kernels::jagged_split", mutates_args=())
+@operator("jagged_split")
 def _split(values: Tensor, a_offsets: Tensor, offsets: Tensor, a_total: int, backend: str) -> tuple[Tensor, Tensor]:
     return dispatch.module("sequences", backend).split(values, a_offsets, offsets, a_total)
 
@@ -255,7 +256,7 @@ _concat.register_autograd(_concat_autograd, setup_context=_concat_setup)
 _split.register_autograd(_split_autograd, setup_context=_split_setup)
 
 
-@torch.library.custom_op("gem_kernels::jagged_add", mutates_args=())
+@operator("jagged_add")
 def _add(values: Tensor, bias: Tensor, offsets: Tensor, backend: str) -> Tensor:
     return dispatch.module("sequences", backend).add(values, bias, offsets)
 
@@ -265,7 +266,7 @@ def _(values, bias, offsets, backend):  # type: ignore[no-untyped-def]
     return values.new_empty(values.shape)
 
 
-@torch.library.custom_op("gem_kernels::segment_sum", mutates_args=())
+@operator("segment_sum")
 def _segment_sum(values: Tensor, offsets: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     return dispatch.module("sequences", backend).segment_sum(values, offsets, dtype)
 
