@@ -1,8 +1,11 @@
 """Build every kernel for several GPU architectures without a GPU: `python -m gem_kernels.compile_check [--arch 90]
 [--match dkv]`.
 
-For each kernel it prints registers, spilled bytes, shared memory and the tensor-core instructions found in the PTX;
-it exits with 1 when a kernel does not build. The cases come from `compile_cases()` of the operators' backends.
+For each kernel it prints registers, spilled bytes, shared memory, the tensor-core instructions found in the PTX and the
+special-function instructions (MUFU) found in the SASS, in the loops with products and in all. It exits with 1 when a
+kernel does not build, when one that is checked for it makes addresses of registers that are not written on every way
+there (`sass`), and when a kernel that is to use no special function uses one. The cases come from `compile_cases()` of
+the operators' backends.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from gem_kernels import sass
 from gem_kernels.dispatch import OPERATORS
 from gem_kernels.tiling import CompileCase
 
@@ -56,10 +60,18 @@ def build(case: CompileCase, arch: int) -> str:
         raise RuntimeError(f"needs {binary.metadata.shared} B of shared memory; sm_{arch} has {SHARED[arch]}")
     products = Counter(f"{unit}.{kind}" for unit, kind in MMA.findall(ptx))
     mma = ", ".join(f"{count} {name}" for name, count in products.most_common(3)) or "none"
-    return f"{_resources(binary.asm['cubin'], ptx, arch)}  shared {binary.metadata.shared:6d}  mma: {mma}"
+    read = sass.report(sass.disassemble(binary.asm["cubin"]))
+    if case.defined and read.undefined:
+        raise RuntimeError(f"{len(read.undefined)} reads of what may not be written: {'; '.join(read.undefined[:3])}")
+    if case.no_special and read.special_in_loops:
+        raise RuntimeError(f"{read.special_in_loops} special-function instructions in the loops with products")
+    mufu = f"mufu {read.special_in_loops}/{read.special}"
+    if read.undefined:
+        mufu += f"  undefined {len(read.undefined)}"
+    return f"{_resources(ptx, arch)}  shared {binary.metadata.shared:6d}  {mufu:12s}  mma: {mma}"
 
 
-def _resources(cubin: bytes, ptx: str, arch: int) -> str:
+def _resources(ptx: str, arch: int) -> str:
     """Registers and spills, from the assembler that comes with Triton."""
     import triton
 

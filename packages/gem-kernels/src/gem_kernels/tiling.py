@@ -173,6 +173,8 @@ class CompileCase:
     divisible: tuple[str, ...] = field(default_factory=tuple)  # arguments known to be multiples of 16
     arch: tuple[int, ...] = (80, 90, 100, 120)
     source: Callable[..., Any] | None = None  # the AST source class; None for plain Triton, GluonASTSource for Gluon
+    defined: bool = False  # addresses must be made of registers that are written on every way there, see `sass`
+    no_special: bool = False  # it must have no special-function instruction (MUFU) in its loops with products
 
 
 def signature(kernel: Any, dtype: str, constants: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
