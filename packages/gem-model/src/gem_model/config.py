@@ -196,6 +196,23 @@ class TowerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """Where another model's logged probabilities for a task are: a dense column of the candidate.
+
+    A number outside [0, 1], or NaN, says that none was logged. ``weight`` is what following them counts, against 1 for
+    the labels. See :mod:`gem_model.distillation`.
+    """
+
+    task: str
+    column: str
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0:
+            raise ValueError(f"the weight of the teacher {self.column!r} must be positive, got {self.weight}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GemConfig:
     """The shape of a GEM. ``d`` below is ``width``, ``N`` the number of non-sequence tokens.
 
@@ -241,6 +258,7 @@ class GemConfig:
             the heads each), "none".
         time_scale: seconds; below it, time gaps look alike.
         towers: what is different for some sources.
+        teachers: whose logged predictions to learn from, beside the labels; they are no features then.
         head_hidden: hidden size of each task's MLP.
         dropout: probability, on event tokens, non-sequence tokens and in the heads.
 
@@ -278,6 +296,7 @@ class GemConfig:
     rotary: str = "time"
     time_scale: float = 60.0
     towers: tuple[TowerConfig, ...] = ()
+    teachers: tuple[Teacher, ...] = ()
     head_hidden: int = 64
     dropout: float = 0.0
 
@@ -331,6 +350,7 @@ class GemConfig:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is {_known(getattr(self, name), known)}")
         _no_duplicates("towers", [tower.source for tower in self.towers])
+        _no_duplicates("teachers", [f"{teacher.task} {teacher.column}" for teacher in self.teachers])
         for tower in self.towers:
             if tower.layers is not None and tower.layers > self.layers:
                 raise ValueError(

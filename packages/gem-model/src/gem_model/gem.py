@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gem_model.batch import BatchLike
 from gem_model.config import GemConfig, ModelInputs
+from gem_model.distillation import Distillation, untaught
 from gem_model.evidence import Evidence, EvidenceTokens
 from gem_model.heads import Heads
 from gem_model.init import initialise
@@ -41,6 +42,7 @@ class GEM(TokenRanker):
     """
 
     def __init__(self, config: GemConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
+        inputs = untaught(config, inputs)
         names = [s.name for s in inputs.sources]
         towers = {name: config.of(name) for name in config.sources_of(0, names)}
         super().__init__(config, inputs, towers=towers, device=device)
@@ -62,6 +64,7 @@ class GEM(TokenRanker):
             )
             n_wide = inputs.dense + n_evidence * config.evidence_values
             self.heads = Heads(config.n_tokens, config, inputs, n_wide=n_wide)
+            self.distillation = Distillation(config, inputs) if config.teachers else None
         if self.place.type != "meta":
             self.reset_parameters()
 
@@ -78,6 +81,8 @@ class GEM(TokenRanker):
         """
         rows = self.tables(batch)
         dense = self.dense(batch)
+        if dense is not None and self.distillation is not None:
+            dense = dense.index_fill(1, torch.tensor(self.distillation.places, device=dense.device), 0.0)
         wide = [] if dense is None else [dense]
         x = self.dropout(self.features(rows, dense))
         histories = {s.name: self.history(s.name, rows, batch) for s in self.inputs.sources}
@@ -89,6 +94,9 @@ class GEM(TokenRanker):
         cls = {source: self.candidate(source, rows, batch) for source in self.events}
         for layer in self.layers:
             x, histories, cls = layer(x, histories, cls)
+        self.auxiliary = None
+        if self.distillation is not None and self.training:
+            self.auxiliary = self.distillation(x, batch)
         read = None
         if self.heads.reader is not None:
             read = torch.cat([x.new_zeros(x.shape[0], 0), *(rows.pooled[f] for f, _ in self.inputs.sparse)], dim=1)

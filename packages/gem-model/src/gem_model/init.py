@@ -8,6 +8,7 @@ import torch
 from gem_kernels.nn import PMA, RMSNorm
 from torch import Tensor, nn
 
+from gem_model.distillation import Adapter
 from gem_model.embed import EventEncoder, FeatureEncoder
 from gem_model.evidence import Evidence, EvidenceTokens
 from gem_model.heads import Heads
@@ -35,7 +36,7 @@ def initialise(model: nn.Module, *, layers: int) -> None:
         elif isinstance(module, PMA):
             module.queries.normal_()  # with normed keys, the logits q.k / sqrt(D) then have unit variance
     for module in model.modules():
-        if isinstance(module, (Evidence, EvidenceTokens)):
+        if isinstance(module, (Adapter, Evidence, EvidenceTokens)):
             module.reset_parameters()
         elif isinstance(module, SequenceLayer):
             residual = [module.ffn.down, module.attention.out] + ([module.ffn.out] if module.ffn.personal else [])

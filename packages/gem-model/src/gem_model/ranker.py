@@ -32,6 +32,7 @@ class Ranker(nn.Module):
 
     dense_mean: Tensor
     dense_std: Tensor
+    auxiliary: Tensor | None = None  # what the last forward pass in training adds to the loss, a scalar
 
     def __init__(self, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -44,8 +45,11 @@ class Ranker(nn.Module):
                 self.register_buffer("dense_std", torch.ones(inputs.dense))
 
     def loss(self, logits: Tensor, batch: BatchLike) -> Tensor:
-        """The mean over the tasks of their masked, weighted mean log losses: see :func:`gem_model.heads.log_loss`."""
-        return log_loss(logits, batch.labels, batch.label_mask, batch.weights)
+        """The mean over the tasks of their masked, weighted mean log losses (:func:`gem_model.heads.log_loss`), and in
+        training what the forward pass adds to it.
+        """
+        loss = log_loss(logits, batch.labels, batch.label_mask, batch.weights)
+        return loss if self.auxiliary is None or not self.training else loss + self.auxiliary
 
     def units(self) -> list[str]:
         """Names of the submodules that FSDP shards one by one, in the order in which they run."""

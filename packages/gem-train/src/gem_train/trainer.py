@@ -129,8 +129,12 @@ class Trainer:
             good = self._accepts(step, i, part, logits, losses[-1])
             if not good:
                 break
+            whole_loss = losses[-1].backward
+            auxiliary = getattr(self.model.module, "auxiliary", None)  # see gem_model.ranker.Ranker
+            if auxiliary is not None:
+                whole_loss = whole_loss + auxiliary / len(parts)
             with self.runtime.waiting("the backward pass"):
-                losses[-1].backward.backward()  # updates the tables, too
+                whole_loss.backward()  # updates the tables, too
             clock.mark("backward")
         if good:
             norm = float(self.model.clip_grad_norm_(self.config.optim.clip_norm or math.inf))
