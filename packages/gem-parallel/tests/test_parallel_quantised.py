@@ -116,6 +116,29 @@ def test_what_is_quantised():
     assert kinds == [((32, 16), torch.float32)] * 3
 
 
+def test_linear_layers_inside_excluded_modules_are_like_others():
+    """But not what the excluded module keeps as it is: a small form would come on top of it."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.q, self.out = nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.out(self.q(self.norm(x)).tanh())  # tanh keeps its output, which is what `out` reads
+
+    model, x = nn.Sequential(Attention()), torch.randn(64, 32).requires_grad_()
+    seen = {}
+    for include in ((), ("linear",)):
+        regions = Regions(model, ["0"], MemoryConfig(quantise="fp8", quantise_min_kib=1, include=include))
+        regions.begin()
+        model(x).sum().backward()
+        seen[include] = regions.keeper.seen
+        regions.close()
+    assert seen == {(): 0, ("linear",): 4 * 64 * 32}
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
 def test_a_tensor_that_two_operators_save_is_packed_once():
     keeper = Keeper(Fp8Quantiser(), min_bytes=1)
     x = torch.randn(8, 64)

@@ -31,6 +31,18 @@ def test_recomputed_gradients_are_bitwise_those_of_the_unchecked_model(policy, b
     assert not regions.measuring
 
 
+def test_curves_that_are_known_are_not_measured_again():
+    first, second, plain = stack(), stack(), stack()
+    config = MemoryConfig(policy="regions", budget=0.5)
+    regions = Regions(first, ["0", "1", "2"], config)
+    for seed in range(MEASURED_STEPS + 1):
+        train_step(first, seed, regions)
+    again = Regions(second, ["0", "1", "2"], config, curves=regions.curves)
+    expected, got = train_step(plain, 0), train_step(second, 0, again)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert again.plan == regions.plan
+
+
 def ops_of(model: nn.Module) -> tuple[list[str], list[str]]:
     """Names of the operators of a block: (all that may be kept, the random ones)."""
     recorder = Recorder()

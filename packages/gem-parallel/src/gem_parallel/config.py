@@ -66,6 +66,8 @@ class MemoryConfig:
         quantise_block: elements per scale; 0: one scale per row.
         quantise_min_kib: smaller tensors are left alone.
         exclude: patterns of module names or classes, case ignored, inside which nothing is quantised or moved.
+        include: the same of modules inside those whose tensors are treated like others again: a linear layer after a
+            norm reads what the norm wrote, not what it needs.
         offload_min_mib: tensors from this size on wait in host memory; 0: none.
         plan_file: where the plan is kept: read when it exists, else written.
     """
@@ -79,6 +81,7 @@ class MemoryConfig:
     quantise_block: int = 0
     quantise_min_kib: float = 1024.0
     exclude: tuple[str, ...] = ("*norm*", "*attention*")
+    include: tuple[str, ...] = ("linear",)
     offload_min_mib: float = 0.0
     plan_file: str = ""
 

@@ -46,7 +46,8 @@ class Keeper:
         self.host = HostStore()
         self.leave: set[int] = set()  # storages that are no activations
         self.seen = self.saved = 0  # bytes that came to be packed, bytes that remained of them on the device
-        self._exact = 0
+        self._exact = False
+        self._whole: dict[int, StorageWeakRef] = {}  # kept as they are: a small form would come on top of them
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Kept]]] = {}
 
     @property
@@ -55,17 +56,24 @@ class Keeper:
         return self.quantiser is not None or self.offload_bytes > 0
 
     @contextmanager
-    def exactly(self) -> Iterator[None]:
-        """Nothing is packed inside."""
-        self._exact += 1
+    def exactly(self, exact: bool = True) -> Iterator[None]:
+        """Nothing is packed inside; `exact` = False takes that back."""
+        before, self._exact = self._exact, exact
         try:
             yield
         finally:
-            self._exact -= 1
+            self._exact = before
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What is kept instead of `tensor`; itself when it is left alone."""
-        if self._exact or not self._eligible(tensor):
+        if not self._eligible(tensor):
+            return tensor
+        whole = self._whole.get(tensor.untyped_storage()._cdata)
+        if self._exact:
+            storage = tensor.untyped_storage()
+            self._whole[storage._cdata] = StorageWeakRef(storage)
+            return tensor
+        if whole is not None and not whole.expired():
             return tensor
         storage = tensor.untyped_storage()
         key = (
@@ -84,6 +92,11 @@ class Keeper:
         kept = self._small(tensor.detach())
         self._known[key] = (StorageWeakRef(storage), weakref.ref(kept, lambda _: self._known.pop(key, None)))
         return kept
+
+    def begin(self, leave: set[int]) -> None:
+        """A step begins; storages in `leave` are no activations."""
+        self.leave = leave
+        self._whole = {key: storage for key, storage in self._whole.items() if not storage.expired()}
 
     def size(self, tensor: torch.Tensor) -> int:
         """Bytes that stay on the device when `tensor` is packed, for a plan."""

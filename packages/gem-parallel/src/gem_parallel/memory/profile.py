@@ -22,6 +22,7 @@ from gem_parallel.memory.allocate import Option, hull
 from gem_parallel.memory.recompute import Function, OpNames, may_be_kept, watched
 
 POINTS = 16  # of a curve
+HELD_CYCLES = 100_000_000  # of the device's clock, about 50 ms: some hundred operators' launches
 
 Size = Callable[[torch.Tensor], int]
 
@@ -128,6 +129,16 @@ class Recorder(TorchDispatchMode):
             found.append(OpCost(name, took, nbytes, keep and unchanged))
         self._rows.clear()
         return found
+
+
+def hold_back(args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Let the device wait, so that the host launches a region ahead of it.
+
+    Between the events around an operator there would otherwise be the time that the host takes to launch it, which is
+    most of a small operator's, and a plan would keep what is cheap to compute.
+    """
+    if any(t.is_cuda for t in _plain_tensors((args, kwargs))):
+        torch.cuda._sleep(HELD_CYCLES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -23,7 +23,7 @@ from gem_parallel.dense.containers import register_dataclasses
 from gem_parallel.memory import compiled
 from gem_parallel.memory.keeper import Keeper
 from gem_parallel.memory.plan import MemoryPlan, make_plan
-from gem_parallel.memory.profile import Curve, Point, Recorder, bytes_of, count_saved, curve, tensor_bytes
+from gem_parallel.memory.profile import Curve, Point, Recorder, bytes_of, count_saved, curve, hold_back, tensor_bytes
 from gem_parallel.memory.quantise import Fp8Quantiser, Quantiser
 from gem_parallel.memory.recompute import Function, recompute
 
@@ -39,6 +39,7 @@ class Regions:
         config: what to do.
         quantiser: replaces the plain FP8 one.
         agree: makes all ranks follow one plan (a region that exchanges activations must be run again by all or none).
+        curves: measured before with the same model, batch and way to store; they are not measured again.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class Regions:
         *,
         quantiser: Quantiser | None = None,
         agree: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
+        curves: Mapping[str, Curve] | None = None,
     ) -> None:
         self.config = config
         self.plan: MemoryPlan | None = None
-        self.curves: dict[str, Curve] = {}
+        self.curves: dict[str, Curve] = dict(curves or {})
         chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in config.regions)]
         outer = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
         if not outer:
@@ -71,15 +73,16 @@ class Regions:
         self._pass_kib = config.quantise_min_kib if config.quantise == "compiler" else None
         self._agree = agree
         self._model = model
-        self._steps = 0
+        self._before: list[tuple[nn.Module, Any]] = []  # wrapped modules and forwards of their own, if they had any
+        self._steps = MEASURED_STEPS if curves else 0
         self._points: dict[str, Point] = {}
         self._compiled: dict[str, dict[float, Function]] = {}
         self._kinds: dict[str, Curve] = {}
         if self.keeper.works:
-            self._exclude(config.exclude)
+            self._exclude(config.exclude, config.include)
         for name in outer:
             module = model.get_submodule(name)
-            module.forward = _Region(self, name, module)  # type: ignore[method-assign]
+            self._wrap(module, _Region(self, name, module))
         if config.policy == "keep":
             self._points = dict.fromkeys(outer, Point(kept=0, seconds=0.0, names=None))
         elif config.policy == "full" and config.engine == "eager":
@@ -95,7 +98,7 @@ class Regions:
 
     def begin(self) -> None:
         """Called before a training forward of the model; makes the plan when enough has been measured."""
-        self.keeper.leave = {b.untyped_storage()._cdata for b in self._model.buffers() if type(b) is torch.Tensor}
+        self.keeper.begin({b.untyped_storage()._cdata for b in self._model.buffers() if type(b) is torch.Tensor})
         if self._points:
             return
         if self._steps == MEASURED_STEPS:
@@ -145,12 +148,32 @@ class Regions:
             )
         self.plan, self._points = plan, got
 
-    def _exclude(self, patterns: Sequence[str]) -> None:
+    def _exclude(self, exclude: Sequence[str], include: Sequence[str]) -> None:
+        inside: list[str] = []
         for name, module in self._model.named_modules():
-            for own in (name.lower(), type(module).__name__.lower()):
-                if any(fnmatchcase(own, pattern.lower()) for pattern in patterns):
-                    module.forward = _Exact(self.keeper, module.forward)  # type: ignore[method-assign]
-                    break
+            own = (name.lower(), type(module).__name__.lower())
+
+            def fits(patterns: Sequence[str], own: tuple[str, str] = own) -> bool:
+                return any(fnmatchcase(text, pattern.lower()) for text in own for pattern in patterns)
+
+            if any(name.startswith(prefix) for prefix in inside) and fits(include):
+                self._wrap(module, _Exact(self.keeper, module.forward, exact=False))
+            elif fits(exclude):
+                inside.append(f"{name}.")
+                self._wrap(module, _Exact(self.keeper, module.forward))
+
+    def _wrap(self, module: nn.Module, forward: Any) -> None:
+        self._before.append((module, module.__dict__.get("forward")))
+        module.forward = forward  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Give the modules back the forwards that they had."""
+        for module, forward in reversed(self._before):
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = forward  # type: ignore[method-assign]
+        self._before.clear()
 
     def run(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> Any:
         """One call of a region in training."""
@@ -182,6 +205,8 @@ class Regions:
         size = self.keeper.size if self.keeper.works else bytes_of
         recorder = Recorder(size=size)
         saved = count_saved(function, args, kwargs, module, size) if counts else 0
+        if counts:
+            hold_back(args, kwargs)
         out = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (recorder, nullcontext()), **kwargs)
         costs = recorder.costs()
         if counts:
@@ -213,11 +238,11 @@ class _Region:
 
 
 class _Exact:
-    """The forward of a module whose tensors are kept as they are."""
+    """The forward of a module whose tensors are kept as they are (or, inside one, like others again)."""
 
-    def __init__(self, keeper: Keeper, function: Function) -> None:
-        self.keeper, self.function = keeper, function
+    def __init__(self, keeper: Keeper, function: Function, *, exact: bool = True) -> None:
+        self.keeper, self.function, self.exact = keeper, function, exact
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.keeper.exactly():
+        with self.keeper.exactly(self.exact):
             return self.function(*args, **kwargs)
