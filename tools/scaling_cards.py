@@ -313,13 +313,15 @@ def main() -> int:
     began = time.perf_counter()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     bench = Bench(args, world)
-    rows = [r for r in table(world) if world > 1 and (not args.rows or any(part in r.name for part in args.rows))]
+    every = table(world) if world > 1 else []
+    rows = [r for r in every if not args.rows or any(part in r.name for part in args.rows)]
     os.environ["RANK"] = "0"  # a world of one for each
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "1"
-    shares = [args.batch, max(1, args.batch // max(2, world))]
+    shares = [args.batch, max(1, args.batch // max(2, world))]  # the plan is fitted to these
+    held_out = [max(1, args.batch * 3 // 4)]
     found: dict[int, tuple[list[dict[str, float]], ModelSpec]] = {}
     for experts in sorted({1, *(r.config.experts for r in rows)}):
-        found[experts] = alone(bench, rank, experts, shares if experts == 1 else shares[:1])
+        found[experts] = alone(bench, rank, experts, [*shares, *held_out] if experts == 1 else shares[:1])
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     store = Path(tempfile.gettempdir()) / f"scaling-{os.environ.get('MASTER_PORT', 0)}-{os.getppid()}"
     with start(args.device, init_method=f"file://{store}" if world > 1 else None) as runtime:
@@ -328,12 +330,16 @@ def main() -> int:
             steps[experts] = statistics.mean(runtime.gather(mine[0]["ms"], "the steps alone"))
         topology = Topology.detect(runtime.device.type)
         mine, spec = found[1]
-        profile = links(args.profile, runtime).measured(units=units_profile(spec, mine))
-        single = predict(spec, topology, Layout(world=1, fsdp=1, table_shard=1), args.batch, profile=profile)
+        profile = links(args.profile, runtime).measured(units=units_profile(spec, mine[: len(shares)]))
+        one_card = Layout(world=1, fsdp=1, table_shard=1)
+        plans = {row["batch"]: predict(spec, topology, one_card, int(row["batch"]), profile=profile) for row in mine}
+        single = plans[args.batch]
         first = {
             "case": "alone", "op": "train", "pass": "step", "batch": args.batch, "ms": mine[0]["ms"], "ratio": 1.0,
             "samples_per_s": args.batch / steps[1] * 1e3, "mean_ms": steps[1], "batches": mine,
             "plan": {"ms": single.step_s * 1e3, "memory_gib": single.memory["peak"] / 2**30},
+            "plans": [{"batch": batch, "ms": plan.step_s * 1e3, "compute_ms": plan.compute_s * 1e3}
+                      for batch, plan in plans.items()],
         }  # fmt: skip
         results: list[dict[str, Any]] = [first]
         say(runtime, f"{args.model}, {args.batch} samples a card, {world} x {topology.device}")
@@ -341,6 +347,10 @@ def main() -> int:
                      f"{'GiB':>6} {'tables':>8} {'plan ms':>8}")  # fmt: skip
         say(runtime, f"{'alone':22} {steps[1]:9.2f} {first['samples_per_s']:10.0f} {1:6.3f} {'':34} "
                      f"{'':6} {single.step_s * 1e3:8.2f}")  # fmt: skip
+        for measured in mine[1:]:
+            fitted = "" if measured["batch"] in shares else ", held out"
+            say(runtime, f"{'alone, ' + format(measured['batch'], '.0f') + fitted:22} {measured['ms']:9.2f} {'':49} "
+                         f"{plans[measured['batch']].step_s * 1e3:8.2f}")  # fmt: skip
         for row, number in zip(rows, itertools.count()):
             late = max(runtime.gather(time.perf_counter() - began, "the clock")) > args.seconds
             if late:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from datetime import date
@@ -24,7 +25,7 @@ def write(path: str, suite: str, rows: list[dict[str, Any]], **more: Any) -> Non
         "card": card,
         "commit": _commit(),
         "versions": {"torch": torch.__version__, "gem-parallel": __version__},
-        "command": " ".join([_program(), *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]),
+        "command": f"{_program()} {shlex.join(Path(a).name if a.startswith('/') else a for a in sys.argv[1:])}",
         "rows": rows,
         **more,
     }

@@ -24,13 +24,15 @@ def _pack_kernel(x, data, scale, n, rows, cols, ROWS: tl.constexpr, COLS: tl.con
         value = tl.load(x + at, mask=inside & (at < n), other=0.0).to(tl.float32)
         top = tl.maximum(top, tl.max(tl.abs(value), 1))
         bad += tl.sum(value * 0.0, 1)
-    found = top / 448.0
+    found = tl.div_rn(top, 448.0)
     found = tl.where(top == 0.0, 1.0, tl.maximum(found, 1.1754943508222875e-38)) + bad
     for step in range(STEPS):
         at = row[:, None] * cols + step * COLS + col[None, :]
         inside = (row[:, None] < rows) & (step * COLS + col[None, :] < cols)
         value = tl.load(x + at, mask=inside & (at < n), other=0.0).to(tl.float32)
-        tl.store(data + at, (value / found[:, None]).to(tl.float8e4nv), mask=inside)
+        tl.store(
+            data + at, tl.div_rn(value, tl.broadcast_to(found[:, None], value.shape)).to(tl.float8e4nv), mask=inside
+        )
     tl.store(scale + row, found, mask=row < rows)
 
 
