@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
         {"layers": 2, "towers": tuple(TowerConfig(source=s, layers=1) for s in ("ratings", "views"))},
         {"n_sum": 3, "interaction_rank": 5, "interaction_hidden": 2, "n_dense": 3},
         {"evidence_heads": 3, "towers": (TowerConfig(source="views", layers=0),)},
-        {"evidence_heads": 3, "evidence_dim": 9, "evidence_values": 2, "reader": (7, 5)},
+        {"evidence_heads": 3, "evidence_dim": 9, "evidence_values": 2, "reader": (7, 5), "affinity_heads": 2},
     ],
 )
 def test_flops_are_those_that_torch_counts(changes):

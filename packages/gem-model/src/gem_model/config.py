@@ -231,6 +231,8 @@ class GemConfig:
             candidate; each gives a token and reaches the logits linearly as well. 0 leaves it out.
         evidence_dim: dims of such a head's keys, the three of time included.
         evidence_values: dims of its values, at most evidence_dim.
+        affinity_heads: signed agreements of the candidate with the history (:class:`gem_model.evidence.Affinity`), of
+            evidence_dim dims each, of the same sources; they reach the logits with the evidence. 0 leaves them out.
         evidence_dropout: probability, on what the evidence compares and in the reader; None is ``dropout``.
         reader: hidden units, layer by layer, of a small network that makes logits of the evidence, the dense features
             and the features' rows by itself (:mod:`gem_model.reader`); what the rest of the model adds starts at zero.
@@ -278,6 +280,7 @@ class GemConfig:
     evidence_heads: int = 0
     evidence_dim: int = 16
     evidence_values: int = 4
+    affinity_heads: int = 0
     evidence_dropout: float | None = None
     reader: tuple[int, ...] = ()
     ff_mult: float = 2.0
@@ -315,7 +318,7 @@ class GemConfig:
             "cross_rank",
         ):
             _at_least(name, getattr(self, name), 1)
-        for name in ("pma_queries", "pma_seeds", "recent", "pffn_tokens", "evidence_heads"):
+        for name in ("pma_queries", "pma_seeds", "recent", "pffn_tokens", "evidence_heads", "affinity_heads"):
             _at_least(name, getattr(self, name), 0)
         if not (self.evidence_dim > PLACES and 1 <= self.evidence_values <= self.evidence_dim):
             raise ValueError(

@@ -12,6 +12,7 @@ item-to-item affinity are special cases that a few parameters reach.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +22,44 @@ from torch import Tensor, nn
 from gem_model.batch import BatchLike
 from gem_model.config import PLACES, GemConfig, ModelInputs, Source
 from gem_model.dropout import Dropout
-from gem_model.embed import Rows, pick
+from gem_model.embed import Rows, pick, sum_pool
 from gem_model.sequence import History, uniform_offsets
 
 SHY = 0.6  # of the usual size of q and k: at first an event's weight depends more on its time than on its kind
+FEW = 10.0  # events after which a user's vector is no longer mostly held back
 LOUD = 4.0  # of the usual size of v: a table's rows start far smaller than 1, and what an outcome says should not
 
 
-class Evidence(nn.Module):
+class Comparison(nn.Module):
+    """What is compared: the columns that the candidate has as well, and those that say what came of an event."""
+
+    def __init__(self, source: Source, config: GemConfig, inputs: ModelInputs) -> None:
+        super().__init__()
+        self.source = source.name
+        ids, floats = dict(inputs.candidate_columns(source)), inputs.candidate_floats(source)
+        self.shared, self.shared_floats = ids, floats
+        self.outcomes = [column for column, _ in source.ids if column not in ids]
+        self.outcome_floats = [column for column, _ in source.floats if column not in floats]
+        self.known, self.rest = inputs.evidence_widths(source)
+        self.dropout = Dropout(config.reader_dropout)
+
+    def sides(self, rows: Rows, batch: BatchLike, history: History) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Events e [T, known] and the candidate c [B, known], with dropout; outcomes y [T, rest]; [a_t, r_t] [T, 2]."""
+        sequence = pick(batch.sequences, self.source, "sequence")
+
+        def floats(columns: Iterable[str]) -> list[Tensor]:
+            return [pick(sequence.floats, c, f"float column in sequence {self.source!r}:") for c in columns]
+
+        events = [rows.events[self.source, column] for column in self.shared]
+        candidate = [rows.pooled[feature] for feature in self.shared.values()]
+        candidate += [batch.dense[:, start : start + size] for start, size in self.shared_floats.values()]
+        outcomes = [rows.events[self.source, column] for column in self.outcomes] + floats(self.outcome_floats)
+        near = torch.stack((history.age, history.rank.float().log()), dim=1)
+        e = self.dropout(torch.cat((*events, *floats(self.shared_floats)), dim=1))
+        return e, self.dropout(torch.cat(candidate, dim=1)), torch.cat((*outcomes, 0.1 * near), dim=1), near
+
+
+class Evidence(Comparison):
     """Of each head h and sample: o_h = sum_t w_t v_t in R^V, over the events t of one source, w the attention to them.
 
     With c the columns that the candidate and the events share, e_t the same of event t, y_t its other columns, a_t =
@@ -43,41 +74,24 @@ class Evidence(nn.Module):
     """
 
     def __init__(self, source: Source, config: GemConfig, inputs: ModelInputs) -> None:
-        super().__init__()
-        self.source = source.name
+        super().__init__(source, config, inputs)
         self.heads, self.dim, self.value_dim = config.evidence_heads, config.evidence_dim, config.evidence_values
-        ids, floats = dict(inputs.candidate_columns(source)), inputs.candidate_floats(source)
-        self.shared, self.shared_floats = ids, floats
-        self.outcomes = [column for column, _ in source.ids if column not in ids]
-        self.outcome_floats = [column for column, _ in source.floats if column not in floats]
-        known, rest = inputs.evidence_widths(source)
         content = self.heads * (self.dim - PLACES)
-        self.q = nn.Linear(known, content)
-        self.k = nn.Linear(known, content, bias=False)
-        self.v = nn.Linear(rest, self.heads * self.value_dim, bias=False)
+        self.q = nn.Linear(self.known, content)
+        self.k = nn.Linear(self.known, content, bias=False)
+        self.v = nn.Linear(self.rest, self.heads * self.value_dim, bias=False)
         self.place = nn.Parameter(torch.empty(self.heads, PLACES))
         self.sink = nn.Parameter(torch.empty(self.heads))
-        self.dropout = Dropout(config.reader_dropout)
 
     def forward(self, rows: Rows, batch: BatchLike, history: History) -> Tensor:
         """[B, H, V]; zero where the history is empty."""
-        sequence = pick(batch.sequences, self.source, "sequence")
-        events = [rows.events[self.source, column] for column in self.shared]
-        events += [pick(sequence.floats, c, f"float column in sequence {self.source!r}:") for c in self.shared_floats]
-        e = torch.cat(events, dim=1)  # [T, known]
-        candidate = [rows.pooled[feature] for feature in self.shared.values()]
-        candidate += [batch.dense[:, start : start + size] for start, size in self.shared_floats.values()]
-        c = torch.cat(candidate, dim=1)  # [B, known]
-        near = torch.stack((history.age, history.rank.float().log()), dim=1)  # [T, 2]
-        y = [rows.events[self.source, column] for column in self.outcomes]
-        y += [pick(sequence.floats, c, f"float column in sequence {self.source!r}:") for c in self.outcome_floats]
-
-        k = self.k(self.dropout(e)).unflatten(1, (self.heads, -1))  # [T, H, D - 3]
+        e, c, y, near = self.sides(rows, batch, history)
+        k = self.k(e).unflatten(1, (self.heads, -1))  # [T, H, D - 3]
         place = torch.cat((near, near.prod(dim=1, keepdim=True)), dim=1)[:, None].expand(-1, self.heads, -1)
         k = torch.cat((k, place.to(k.dtype)), dim=2)
-        q = self.q(self.dropout(c)).unflatten(1, (self.heads, -1)) / math.sqrt(self.dim - PLACES)
+        q = self.q(c).unflatten(1, (self.heads, -1)) / math.sqrt(self.dim - PLACES)
         q = torch.cat((q, self.place.to(q.dtype).expand(q.shape[0], -1, -1)), dim=2)  # [B, H, D]
-        v = self.v(torch.cat((*y, 0.1 * near), dim=1)).unflatten(1, (self.heads, -1))
+        v = self.v(y).unflatten(1, (self.heads, -1))
         v = F.pad(v, (0, self.dim - self.value_dim))  # the kernels' keys and values have one size
         told = jagged_attention(
             q.contiguous(),
@@ -105,6 +119,49 @@ class Evidence(nn.Module):
         self.place.zero_()
         self.place[:, 0] = torch.linspace(0.0, -2.0, self.heads)
         self.sink.zero_()
+
+
+class Affinity(Comparison):
+    """Of each factor group h: how the candidate agrees with what the events were worth, with a sign.
+
+    With e_t, c, y_t and r_t as in :class:`Evidence`, omega_t = exp(d r_t) = rank^d and D dims::
+
+        u = sum_t omega_t (w_v . y_t) (W_k e_t + b_k) / sqrt(c_0 + sum_t omega_t)
+        o_h = (W_q c + b_q) . u / sqrt(D)
+
+    Attention's weights are never negative, so an event unlike the candidate can only be passed over; here it speaks
+    against it. u is a user vector made of the films that were rated, as in asymmetric SVD (Koren 2008), so that those
+    whom training has never seen have one, too.
+    """
+
+    def __init__(self, source: Source, config: GemConfig, inputs: ModelInputs) -> None:
+        super().__init__(source, config, inputs)
+        self.heads, self.dim = config.affinity_heads, config.evidence_dim
+        self.q = nn.Linear(self.known, self.heads * self.dim)
+        self.k = nn.Linear(self.known, self.heads * self.dim)
+        self.v = nn.Linear(self.rest, self.heads, bias=False)
+        self.decay = nn.Parameter(torch.empty(self.heads))
+
+    def forward(self, rows: Rows, batch: BatchLike, history: History) -> Tensor:
+        """[B, H] float32; zero where the history is empty."""
+        e, c, y, near = self.sides(rows, batch, history)
+        k = self.k(e).unflatten(1, (self.heads, -1)).float()  # [T, H, D]
+        q = self.q(c).unflatten(1, (self.heads, -1)).float()
+        omega = torch.exp(near[:, 1:] * self.decay)  # [T, H]
+        worth = omega * self.v(y).float()
+        total = sum_pool(torch.cat(((k * worth[..., None]).flatten(1), omega), dim=1), history.offsets)
+        u, weight = total.split((self.heads * self.dim, self.heads), dim=1)
+        u = u.unflatten(1, (self.heads, -1)) / torch.sqrt(FEW + weight)[..., None]
+        return (q * u).sum(dim=2) / math.sqrt(self.dim)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As in evidence: from all of the history to the last few events."""
+        for linear, size in ((self.q, 0.8), (self.k, 0.8), (self.v, 2.0)):
+            nn.init.normal_(linear.weight, std=size / math.sqrt(linear.in_features))
+            if linear.bias is not None:
+                linear.bias.zero_()
+        self.decay.copy_(torch.linspace(0.0, -1.5, self.heads))
 
 
 class EvidenceTokens(nn.Module):

@@ -33,7 +33,7 @@ def unit_flops(
     config: GemConfig, inputs: ModelInputs, lengths: Mapping[str, Iterable[int]], *, batch_size: int | None = None
 ) -> dict[str, int]:
     """The same by part, as the model's submodules are named: "features", "evidence", "evidence_tokens",
-    "events.<source>", "layers.<i>", "heads".
+    "affinity", "events.<source>", "layers.<i>", "heads".
     """
     counts = {source: [int(n) for n in values] for source, values in lengths.items()}
     if set(counts) != {s.name for s in inputs.sources}:
@@ -53,6 +53,9 @@ def unit_flops(
         wide += n_evidence * c.evidence_values
         parts["evidence"] = sum(_evidence(c, inputs, s, sum(counts[s.name]), batch) for s in asked)
         parts["evidence_tokens"] = batch * n_evidence * 2 * c.evidence_values * d
+    if compared := [s for s in inputs.sources if c.affinity_heads and inputs.candidate_columns(s)]:
+        wide += len(compared) * c.affinity_heads
+        parts["affinity"] = sum(_affinity(c, inputs, s, sum(counts[s.name]), batch) for s in compared)
     towers = c.sources_of(0, [s.name for s in inputs.sources])
     for source in inputs.sources:
         if source.name not in towers:
@@ -78,6 +81,12 @@ def _evidence(c: GemConfig, inputs: ModelInputs, source: Source, events: int, ba
     flops = (events + batch) * 2 * known * content  # k and q
     flops += events * 2 * rest * c.evidence_heads * c.evidence_values  # v
     return flops + events * c.evidence_heads * 4 * c.evidence_dim
+
+
+def _affinity(c: GemConfig, inputs: ModelInputs, source: Source, events: int, batch: int) -> int:
+    """The signed agreements with one source."""
+    known, rest = inputs.evidence_widths(source)
+    return 2 * c.affinity_heads * ((events + batch) * known * c.evidence_dim + events * rest)
 
 
 def _layer(

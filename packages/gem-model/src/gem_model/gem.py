@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gem_model.batch import BatchLike
 from gem_model.config import GemConfig, ModelInputs
 from gem_model.distillation import Distillation, untaught
-from gem_model.evidence import Evidence, EvidenceTokens
+from gem_model.evidence import Affinity, Evidence, EvidenceTokens
 from gem_model.heads import Heads
 from gem_model.init import initialise
 from gem_model.interformer import InterFormerLayer
@@ -62,7 +62,9 @@ class GEM(TokenRanker):
                 )
                 for i in range(config.layers)
             )
-            n_wide = inputs.dense + n_evidence * config.evidence_values
+            compared = [s for s in inputs.sources if config.affinity_heads and inputs.candidate_columns(s)]
+            self.affinity = ByName({s.name: Affinity(s, config, inputs) for s in compared})
+            n_wide = inputs.dense + n_evidence * config.evidence_values + len(compared) * config.affinity_heads
             self.heads = Heads(config.n_tokens, config, inputs, n_wide=n_wide)
             self.distillation = Distillation(config, inputs) if config.teachers else None
         if self.place.type != "meta":
@@ -91,6 +93,7 @@ class GEM(TokenRanker):
             evidence = torch.cat(told, dim=1)  # [B, heads of all sources, evidence_values]
             x = torch.cat((x, self.evidence_tokens(evidence).to(x.dtype)), dim=1)
             wide.append(evidence.flatten(1))
+        wide += [module(rows, batch, histories[source]) for source, module in self.affinity.items()]
         cls = {source: self.candidate(source, rows, batch) for source in self.events}
         for layer in self.layers:
             x, histories, cls = layer(x, histories, cls)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gem_model.distillation import Adapter
 from gem_model.embed import EventEncoder, FeatureEncoder
-from gem_model.evidence import Evidence, EvidenceTokens
+from gem_model.evidence import Affinity, Evidence, EvidenceTokens
 from gem_model.heads import Heads
 from gem_model.interaction import FactorizationMachine, TokenMix
 from gem_model.sequence import SequenceLayer
@@ -36,7 +36,7 @@ def initialise(model: nn.Module, *, layers: int) -> None:
         elif isinstance(module, PMA):
             module.queries.normal_()  # with normed keys, the logits q.k / sqrt(D) then have unit variance
     for module in model.modules():
-        if isinstance(module, (Adapter, Evidence, EvidenceTokens)):
+        if isinstance(module, (Adapter, Affinity, Evidence, EvidenceTokens)):
             module.reset_parameters()
         elif isinstance(module, SequenceLayer):
             residual = [module.ffn.down, module.attention.out] + ([module.ffn.out] if module.ffn.personal else [])
