@@ -69,8 +69,7 @@ def test_ratios_are_of_what_sums_over_the_width_alone():
     assert ratios["layers.0.towers.views.enter.weight"] == ratios["heads.out.click.weight"] == 4
     assert ratios["features.projections"] == ratios["layers.0.summary.mix.weight"] == ratios["heads.wide.weight"] == 1
     assert at_width(config, 16).towers[0].width == 8
-    with pytest.raises(ValueError, match="head_hidden 130 of width 64 has no equal at width 16"):
-        at_width(shape(64, head_hidden=130), 16)
+    assert at_width(shape(64, head_hidden=130), 16).head_hidden == 32  # the nearest
 
 
 def test_first_logits_shrink_with_the_width_as_mup_asks():

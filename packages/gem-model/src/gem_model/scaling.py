@@ -20,21 +20,12 @@ from gem_model.init import fan_ins
 
 
 def at_width(config: GemConfig, width: int) -> GemConfig:
-    """The same shape with another width: towers and hidden units of the heads in proportion, everything else kept.
+    """The same shape with another width: towers and hidden units of the heads in proportion, everything else kept."""
 
-    Raises:
-        ValueError: where the proportion leaves no integer.
-    """
+    def scaled(value: int) -> int:
+        return max(1, round(value * width / config.width))
 
-    def scaled(what: str, value: int) -> int:
-        if value * width % config.width:
-            raise ValueError(f"{what} {value} of width {config.width} has no equal at width {width}")
-        return max(1, value * width // config.width)
-
-    towers = tuple(
-        t if t.width is None else replace(t, width=scaled(f"width of the tower of {t.source!r}", t.width), heads=1)
-        for t in config.towers
-    )
+    towers = tuple(t if t.width is None else replace(t, width=scaled(t.width), heads=1) for t in config.towers)
     return replace(  # heads and rotation change no matrix's shape
         config,
         width=width,
@@ -42,7 +33,7 @@ def at_width(config: GemConfig, width: int) -> GemConfig:
         rotary="none",
         qk_norm=False,
         towers=towers,
-        head_hidden=scaled("head_hidden", config.head_hidden),
+        head_hidden=scaled(config.head_hidden),
     )
 
 
@@ -50,9 +41,6 @@ def width_ratios(config: GemConfig, inputs: ModelInputs, base: int) -> dict[str,
     """By parameter, fan-in at ``config.width`` over fan-in at width ``base``; 1 where it does not depend on the width.
 
     A learning rate found at width ``base`` with AdamW is to be divided by it, one with Muon by its square root.
-
-    Raises:
-        ValueError: where the model has no equal at width ``base``.
     """
     inputs = replace(inputs, tables=tuple(replace(t, managed=False) for t in inputs.tables))  # which "meta" has not
     ours = fan_ins(GEM(config, inputs, device="meta"))
