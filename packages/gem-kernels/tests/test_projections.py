@@ -56,13 +56,14 @@ def compare(got, expected, leaves, wide, dtype):
 def test_gate_and_heads_are_the_formula(rows, hidden, heads, dim, normed, dtype, backend, device):
     packed = normal(rows, 2 * hidden + heads * dim, seed=rows, dtype=dtype, device=device)
     weight = normal(dim, seed=2, dtype=torch.float32, device=device) if normed else None
-    leaves = [packed] + ([weight] if normed else [])
+    bias = normal(packed.shape[1], seed=3, dtype=torch.float32, device=device)
+    leaves = [packed, bias] + ([weight] if normed else [])
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    gate, up, rest = wide[0].split((hidden, hidden, heads * dim), dim=1)
+    gate, up, rest = (wide[0] + wide[1] - wide[1].detach()).split((hidden, hidden, heads * dim), dim=1)
     heads_ = torch.stack([rest[:, h * dim : (h + 1) * dim] for h in range(heads)], dim=1)
-    expected = (gate / (1 + torch.exp(-gate)) * up, norm_by_hand(heads_, wide[1] if normed else None))
+    expected = (gate / (1 + torch.exp(-gate)) * up, norm_by_hand(heads_, wide[2] if normed else None))
     with poisoned():
-        got = gated_heads(packed, hidden, heads, weight, eps=EPS, backend=backend)
+        got = gated_heads(packed, hidden, heads, weight, bias=bias, eps=EPS, backend=backend)
     compare(got, expected, leaves, wide, dtype)
 
 
@@ -82,15 +83,16 @@ def test_queries_keys_and_values_are_the_formula(
     packed = normal(rows, (slots + 1) * heads * dim, seed=rows, dtype=dtype, device=device)
     weights = [normal(dim, seed=7 + i, dtype=torch.float32, device=device) if normed else None for i in range(slots)]
     places = [torch.arange(rows, 0, -1, device=device), torch.rand(rows, device=device) * 9][:turns]
-    leaves = [packed, *(w for w in weights if w is not None)]
+    bias = normal(packed.shape[1], seed=3, dtype=torch.float32, device=device) if turns != 2 else None
+    leaves = [packed, *(w for w in (bias, *weights) if w is not None)]
     wide = [x.detach().double().requires_grad_() for x in leaves]
     parts = [
         torch.stack([part[:, h * dim : (h + 1) * dim] for h in range(heads)], dim=1)
-        for part in wide[0].split(heads * dim, dim=1)
+        for part in (wide[0] if bias is None else wide[0] + wide[1] - wide[1].detach()).split(heads * dim, dim=1)
     ]
     expected = []
     for i, part in enumerate(parts[:-1]):
-        x = norm_by_hand(part, wide[1 + i] if normed else None)
+        x = norm_by_hand(part, wide[len(wide) - slots + i] if normed else None)
         edges = {0: (), 1: ((0, heads),), 2: ((0, heads // 2), (heads // 2, heads))}[turns]
         turned = [loop_rope(x[:, a:b], p, base) for (a, b), p, base in zip(edges, places, (1e4, 1e2), strict=False)]
         expected.append(torch.cat(turned, dim=1) if turned else x)
@@ -98,7 +100,7 @@ def test_queries_keys_and_values_are_the_formula(
     expected += expected[-2:] if readers == 2 else []
     given = [Turn(positions=p, base=b) for p, b in zip(places, (1e4, 1e2), strict=False)]
     with poisoned():
-        got = rotary_heads(packed, heads, weights, turns=given, readers=readers, eps=EPS, backend=backend)
+        got = rotary_heads(packed, heads, weights, turns=given, readers=readers, bias=bias, eps=EPS, backend=backend)
     compare(got, tuple(expected), leaves, wide, dtype)
 
 
@@ -144,6 +146,7 @@ def test_mistakes_are_named():
         (lambda: gated_heads(packed, 0, 3), "hidden must be at least 1"),
         (lambda: gated_heads(packed, 8, 2, torch.ones(3)), r"floating \[4\]"),
         (lambda: gated_heads(packed, 8, 2, eps=0.0), "eps must be positive"),
+        (lambda: gated_heads(packed, 8, 2, bias=torch.ones(3)), r"bias must be floating \[24\]"),
         (lambda: rotary_heads(packed, 2, []), "expected 1 or 2 weights"),
         (lambda: rotary_heads(packed, 2, [None, torch.ones(3)]), r"weights\[1\] must be floating \[4\]"),
         (lambda: rotary_heads(packed, 4, [None, None], turns=[Turn(positions=torch.ones(2))]), r"positions \[3\]"),

@@ -37,6 +37,7 @@ def gated_heads(
     heads: int,
     weight: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -49,6 +50,8 @@ def gated_heads(
         hidden: columns of gate and of up, at least 1.
         heads: H. There may be no q: D = 0.
         weight: [D] floating; without it q is as it is.
+        bias: [2 hidden + H D] floating, the projection's, which packed holds already. Its gradient is made here, where
+            packed's is, so the projection should be given `bias.detach()`; otherwise it would count twice.
         eps: added to the mean square, positive.
         backend: "reference" or "triton"; None lets `dispatch` choose.
 
@@ -67,10 +70,11 @@ def gated_heads(
     width = packed.shape[1] - 2 * hidden
     if weight is not None:
         _check_weight("weight", weight, width // heads)
+    _check_bias(bias, packed)
     name = dispatch.choose("projections", packed, backend, (f"head:{width // heads}",))
     if name == dispatch.REFERENCE:
-        return reference.gated_heads(packed, hidden, heads, weight, float(eps))
-    return _Gated.apply(packed, weight, hidden, heads, float(eps), name)  # type: ignore[no-any-return]
+        return reference.gated_heads(reference.with_bias(packed, bias), hidden, heads, weight, float(eps))
+    return _Gated.apply(packed, weight, bias, hidden, heads, float(eps), name)  # type: ignore[no-any-return]
 
 
 def rotary_heads(
@@ -80,6 +84,7 @@ def rotary_heads(
     *,
     turns: Sequence[Turn] = (),
     readers: int = 1,
+    bias: Tensor | None = None,
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> tuple[Tensor, ...]:
@@ -91,6 +96,7 @@ def rotary_heads(
         weights: of the norms of the n = 1 or 2 parts before v, [D] each, or None for no norm.
         turns: none; one for all heads; or two, of the first H // 2 heads and of the others.
         readers: 2 gives k and v twice, for two operators that read them: their gradients then meet in the kernel.
+        bias: [(n + 1) H D] floating, the projection's, as in `gated_heads`.
         eps: added to the mean square, positive.
         backend: "reference" or "triton"; None lets `dispatch` choose.
 
@@ -121,12 +127,14 @@ def rotary_heads(
                 f"a turn needs positions [{packed.shape[0]}] on {packed.device} and a positive base; got "
                 f"{tuple(turn.positions.shape)} on {turn.positions.device} and {turn.base}"
             )
+    _check_bias(bias, packed)
     positions, bases = [t.positions.detach() for t in turns], [float(t.base) for t in turns]
     name = dispatch.choose("projections", packed, backend, (f"head:{dim}",))
     if name == dispatch.REFERENCE or (weights[0] is None) != (weights[-1] is None):
-        parts = reference.rotary_heads(packed, heads, weights, positions, bases, float(eps))
+        whole = reference.with_bias(packed, bias)
+        parts = reference.rotary_heads(whole, heads, weights, positions, bases, float(eps))
         return parts if readers == 1 else (*parts, *parts[-2:])
-    return _Rotary.apply(packed, *weights, len(weights), heads, positions, bases, readers, float(eps), name)  # type: ignore[no-any-return]
+    return _Rotary.apply(packed, bias, *weights, len(weights), heads, positions, bases, readers, float(eps), name)  # type: ignore[no-any-return]
 
 
 def _check(packed: Tensor, heads: int, before: int, weights: Sequence[Tensor | None], eps: float) -> None:
@@ -142,6 +150,11 @@ def _check(packed: Tensor, heads: int, before: int, weights: Sequence[Tensor | N
             raise ValueError(f"weights must be on {packed.device} with packed; got {weight.device}")
 
 
+def _check_bias(bias: Tensor | None, packed: Tensor) -> None:
+    if bias is not None:
+        _check_weight("bias", bias, packed.shape[1])
+
+
 def _check_weight(name: str, weight: Tensor, dim: int) -> None:
     if weight.shape != (dim,) or weight.dtype not in FLOATS:
         raise ValueError(f"{name} must be floating [{dim}]; got {tuple(weight.shape)} {weight.dtype}")
@@ -150,25 +163,25 @@ def _check_weight(name: str, weight: Tensor, dim: int) -> None:
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float, backend: str
+        ctx: Any, packed: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(packed, weight)
-        ctx.rest = (hidden, heads, eps, backend)
-        return _gated(packed, weight, hidden, heads, eps, backend)
+        ctx.save_for_backward(packed, weight, bias)
+        ctx.rest = rest
+        return _gated(packed, weight, *rest)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dgated: Tensor, dq: Tensor) -> tuple[Any, ...]:
-        packed, weight = ctx.saved_tensors
-        dpacked, dweight = _gated_backward(dgated, dq, packed, weight, *ctx.rest)
-        return dpacked, None if weight is None else dweight, None, None, None, None
+        packed, weight, bias = ctx.saved_tensors
+        dpacked, dweight, dbias = _gated_backward(dgated, dq, packed, weight, bias, *ctx.rest)
+        return dpacked, None if weight is None else dweight, None if bias is None else dbias, *(None,) * 4
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, packed: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         *weights, count, heads, positions, bases, readers, eps, backend = args
-        ctx.save_for_backward(packed, *weights, *positions)
+        ctx.save_for_backward(packed, bias, *weights, *positions)
         ctx.rest = (count, heads, bases, eps, backend)
         *parts, k = _rotary(packed, weights, heads, positions, bases, eps, backend)
         v = packed.view(packed.shape[0], count + 1, heads, k.shape[2])[:, count]
@@ -178,15 +191,14 @@ class _Rotary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         count, heads, bases, eps, backend = ctx.rest
-        packed, *saved = ctx.saved_tensors
+        packed, bias, *saved = ctx.saved_tensors
         weights, positions = saved[:count], saved[count:]
-        dq = grads[0] if count == 2 else None
-        dk, dv, *again = grads[count - 1 :]
-        dpacked, *dweights = _rotary_backward(
-            [dq, dk, dv, *again], packed, weights, heads, positions, bases, eps, backend
+        found = [*((None,) if count == 1 else ()), *grads]
+        dpacked, dbias, *dweights = _rotary_backward(
+            found, packed, weights, bias, heads, positions, bases, eps, backend
         )
-        dweights = [None if w is None else dw for w, dw in zip(weights, dweights[-count:], strict=True)]
-        return dpacked, *dweights, *(None,) * 7
+        dweights = [None if w is None else dw for w, dw in zip(weights, dweights, strict=True)]
+        return dpacked, None if bias is None else dbias, *dweights, *(None,) * 7
 
 
 @operator("gated_heads")
@@ -208,18 +220,20 @@ def _gated_backward(
     dq: Tensor,
     packed: Tensor,
     weight: Tensor | None,
+    bias: Tensor | None,
     hidden: int,
     heads: int,
     eps: float,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     backward = dispatch.module("projections", backend).gated_backward
-    return backward(dgated, dq, packed, weight, hidden, heads, eps)  # type: ignore[no-any-return]
+    return backward(dgated, dq, packed, weight, bias, hidden, heads, eps)  # type: ignore[no-any-return]
 
 
 @_gated_backward.register_fake
-def _(dgated, dq, packed, weight, *_rest):  # type: ignore[no-untyped-def]
-    return packed.new_empty(packed.shape), packed.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+def _(dgated, dq, packed, weight, bias, *_rest):  # type: ignore[no-untyped-def]
+    vectors = (packed.new_empty(0) if v is None else v.new_empty(v.shape) for v in (weight, bias))
+    return packed.new_empty(packed.shape), *vectors
 
 
 @operator("rotary_heads")
@@ -246,6 +260,7 @@ def _rotary_backward(
     grads: list[Tensor | None],
     packed: Tensor,
     weights: list[Tensor | None],
+    bias: Tensor | None,
     heads: int,
     positions: list[Tensor],
     bases: list[float],
@@ -253,10 +268,10 @@ def _rotary_backward(
     backend: str,
 ) -> list[Tensor]:
     backward = dispatch.module("projections", backend).rotary_backward
-    return backward(grads, packed, weights, heads, positions, bases, eps)  # type: ignore[no-any-return]
+    return backward(grads, packed, weights, bias, heads, positions, bases, eps)  # type: ignore[no-any-return]
 
 
 @_rotary_backward.register_fake
-def _(grads, packed, weights, *_rest):  # type: ignore[no-untyped-def]
-    vectors = [packed.new_empty(0) if w is None else w.new_empty(w.shape) for w in weights]
+def _(grads, packed, weights, bias, *_rest):  # type: ignore[no-untyped-def]
+    vectors = [packed.new_empty(0) if v is None else v.new_empty(v.shape) for v in (bias, *weights)]
     return [packed.new_empty(packed.shape), *vectors]

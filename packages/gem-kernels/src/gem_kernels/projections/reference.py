@@ -10,6 +10,13 @@ from gem_kernels.norms import reference as norms
 from gem_kernels.rotary import reference as rotary
 
 
+def with_bias(packed: Tensor, bias: Tensor | None) -> Tensor:
+    """packed, which holds the bias: only the gradient goes to it, too."""
+    if bias is None:
+        return packed
+    return packed + (bias - bias.detach()).to(packed.dtype)
+
+
 def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of every head, or nothing without a weight."""
     return x if weight is None else norms.norm(x, None, weight, None, kind="rms", eps=eps, swish=False)[0]

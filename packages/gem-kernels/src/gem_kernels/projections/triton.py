@@ -41,25 +41,38 @@ def _gate_kernel(
     tl.store(h_ptr + row[:, None] * HIDDEN + column[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tiles"])
 def _gate_backward_kernel(
-    packed_ptr, dh_ptr, dpacked_ptr, packed_row, dh_row, dpacked_row, rows,
-    HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    packed_ptr, dh_ptr, dpacked_ptr, parts_f32, packed_row, dh_row, dpacked_row, rows, tiles,
+    HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    row = (program // CHUNKS).to(tl.int64) * BM + tl.arange(0, BM)
-    column = program % CHUNKS * BN + tl.arange(0, BN)
-    mask = (row < rows)[:, None] & (column < HIDDEN)[None, :]
-    at = row[:, None] * packed_row + column[None, :]
-    gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
-    dh = tl.load(dh_ptr + row[:, None] * dh_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    open_ = tl.sigmoid(gate)
-    dup = dh * gate * open_
-    dgate = dh * up * open_ * (1.0 + gate * (1.0 - open_))
-    to = row[:, None] * dpacked_row + column[None, :]
-    tl.store(dpacked_ptr + to, dgate.to(dpacked_ptr.dtype.element_ty), mask=mask)
-    tl.store(dpacked_ptr + HIDDEN + to, dup.to(dpacked_ptr.dtype.element_ty), mask=mask)
+    part = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    column = tl.program_id(0) % CHUNKS * BN + tl.arange(0, BN)
+    inside = column < HIDDEN
+    if BIAS:
+        sum_gate = tl.zeros((BM, BN), tl.float32)
+        sum_up = tl.zeros((BM, BN), tl.float32)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        row = (part * tiles + i) * BM + tl.arange(0, BM)
+        mask = (row < rows)[:, None] & inside[None, :]
+        at = row[:, None] * packed_row + column[None, :]
+        gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
+        dh = tl.load(dh_ptr + row[:, None] * dh_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        open_ = tl.sigmoid(gate)
+        dup = dh * gate * open_
+        dgate = dh * up * open_ * (1.0 + gate * (1.0 - open_))
+        to = row[:, None] * dpacked_row + column[None, :]
+        tl.store(dpacked_ptr + to, dgate.to(dpacked_ptr.dtype.element_ty), mask=mask)
+        tl.store(dpacked_ptr + HIDDEN + to, dup.to(dpacked_ptr.dtype.element_ty), mask=mask)
+        if BIAS:
+            sum_gate += dgate
+            sum_up += dup
+    if BIAS:
+        base = parts_f32 + part * (2 * HIDDEN) + column
+        tl.store(base, tl.sum(sum_gate, axis=0), mask=inside)
+        tl.store(base + HIDDEN, tl.sum(sum_up, axis=0), mask=inside)
 
 
 @triton.jit
@@ -144,7 +157,7 @@ def _slot_backward(
     D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
     TURNS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of a slot; returns that of the weight, [BM, HP, DP], or of nothing."""
+    """Writes the gradient of a slot; returns what to sum up for that of the weight, and itself, [BM, HP, DP] each."""
     d = tl.load(grad + from_, mask=mask, other=0.0).to(tl.float32)
     if AGAIN:
         d += tl.load(again + from_, mask=mask, other=0.0).to(tl.float32)
@@ -160,16 +173,24 @@ def _slot_backward(
         along = (tl.sum(d * normal, axis=2) / D)[:, :, None]
         d = (d - normal * along) * scale
     tl.store(target + to, d.to(target.dtype.element_ty), mask=mask)
-    return dweight
+    return dweight, d
+
+
+@triton.jit
+def _store_heads(parts_f32, total, HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Column sums of [BM, HP, DP] to [HEADS * D]."""
+    head, dim = tl.arange(0, HP), tl.arange(0, DP)
+    mask = (head < HEADS)[:, None] & (dim < D)[None, :]
+    tl.store(parts_f32 + (head * D)[:, None] + dim[None, :], tl.sum(total, axis=0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _heads_backward_kernel(
     packed_ptr, weight0_f32, weight1_f32, first_f32, second_f32, d0_ptr, d1_ptr, d1_again_ptr, dv_ptr, dv_again_ptr,
-    dpacked_ptr, parts_f32, packed_row, dpacked_row, rows, tiles,
-    SLOTS: tl.constexpr, VALUES: tl.constexpr, AGAIN: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr, TURNS: tl.constexpr,
-    LOG2_FIRST: tl.constexpr, LOG2_SECOND: tl.constexpr, STAGES: tl.constexpr,
+    dpacked_ptr, parts_f32, sums_f32, packed_row, dpacked_row, rows, tiles,
+    SLOTS: tl.constexpr, VALUES: tl.constexpr, AGAIN: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
+    HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+    TURNS: tl.constexpr, LOG2_FIRST: tl.constexpr, LOG2_SECOND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """d0 is of the first slot and d1 of the second; of one slot alone, d1 and its second reader's."""
     part = tl.program_id(0).to(tl.int64)
@@ -177,6 +198,12 @@ def _heads_backward_kernel(
         dweight0 = tl.zeros((BM, HP, DP), tl.float32)
         if SLOTS == 2:
             dweight1 = tl.zeros((BM, HP, DP), tl.float32)
+    if BIAS:
+        sum0 = tl.zeros((BM, HP, DP), tl.float32)
+        if SLOTS == 2:
+            sum1 = tl.zeros((BM, HP, DP), tl.float32)
+        if VALUES:
+            sum_v = tl.zeros((BM, HP, DP), tl.float32)
     for i in tl.range(0, tiles, num_stages=STAGES):
         row = (part * tiles + i) * BM + tl.arange(0, BM)
         inside = row < rows
@@ -187,35 +214,50 @@ def _heads_backward_kernel(
         if TURNS:
             cos, sin = _angles(first_f32, second_f32, row, inside, TURNS, HEADS, HP, D, DP, LOG2_FIRST, LOG2_SECOND)
         if SLOTS == 2:
-            d = _slot_backward(
+            dw, d = _slot_backward(
                 packed_ptr, dpacked_ptr, d0_ptr, d0_ptr, weight0_f32, at, to, from_, mask, cos, sin,
                 D, DP, HP, BM, EPS, NORM, TURNS, False,
             )  # fmt: skip
             if NORM:
-                dweight0 += d
-            d = _slot_backward(
+                dweight0 += dw
+            if BIAS:
+                sum0 += d
+            dw, d = _slot_backward(
                 packed_ptr + HEADS * D, dpacked_ptr + HEADS * D, d1_ptr, d1_again_ptr, weight1_f32, at, to, from_, mask,
                 cos, sin, D, DP, HP, BM, EPS, NORM, TURNS, AGAIN,
             )  # fmt: skip
             if NORM:
-                dweight1 += d
+                dweight1 += dw
+            if BIAS:
+                sum1 += d
         else:
-            d = _slot_backward(
+            dw, d = _slot_backward(
                 packed_ptr, dpacked_ptr, d1_ptr, d1_again_ptr, weight0_f32, at, to, from_, mask, cos, sin,
                 D, DP, HP, BM, EPS, NORM, TURNS, AGAIN,
             )  # fmt: skip
             if NORM:
-                dweight0 += d
+                dweight0 += dw
+            if BIAS:
+                sum0 += d
         if VALUES:
             dv = tl.load(dv_ptr + from_, mask=mask, other=0.0).to(tl.float32)
             if AGAIN:
                 dv += tl.load(dv_again_ptr + from_, mask=mask, other=0.0).to(tl.float32)
             tl.store(dpacked_ptr + SLOTS * HEADS * D + to, dv.to(dpacked_ptr.dtype.element_ty), mask=mask)
+            if BIAS:
+                sum_v += dv
     if NORM:
         dim = tl.arange(0, DP)
         tl.store(parts_f32 + part * (SLOTS * D) + dim, tl.sum(tl.sum(dweight0, axis=0), axis=0), mask=dim < D)
         if SLOTS == 2:
             tl.store(parts_f32 + part * (SLOTS * D) + D + dim, tl.sum(tl.sum(dweight1, axis=0), axis=0), mask=dim < D)
+    if BIAS:
+        base = sums_f32 + part * ((SLOTS + VALUES) * HEADS * D)
+        _store_heads(base, sum0, HEADS, HP, D, DP)
+        if SLOTS == 2:
+            _store_heads(base + HEADS * D, sum1, HEADS, HP, D, DP)
+        if VALUES:
+            _store_heads(base + SLOTS * HEADS * D, sum_v, HEADS, HP, D, DP)
 
 
 def applies(problem: dispatch.Problem) -> tuple[bool, str]:
@@ -228,14 +270,29 @@ def applies(problem: dispatch.Problem) -> tuple[bool, str]:
 def tile(heads: int, dim: int, backward: bool) -> Tile:
     """`ELEMENTS` elements of whole rows; backward, the next tile is loaded while one is computed."""
     width = triton.next_power_of_2(heads) * max(2, triton.next_power_of_2(dim))
-    return Tile(
-        bm=max(1, ELEMENTS // width), bn=width, warps=max(4, min(16, width // 512)), stages=2 if backward else 1
-    )
+    warps = max(8 if backward else 4, min(16, width // 512))  # backward, sums of the columns fill registers
+    return Tile(bm=max(1, ELEMENTS // width), bn=width, warps=warps, stages=2 if backward else 1)
 
 
-def _gate_tile(hidden: int) -> Tile:
+def _gate_tile(hidden: int, backward: bool) -> Tile:
     columns = min(COLUMNS, triton.next_power_of_2(hidden))
-    return Tile(bm=max(1, ELEMENTS // columns), bn=columns, warps=4, stages=1)
+    return Tile(bm=max(1, ELEMENTS // columns), bn=columns, warps=8 if backward else 4, stages=2)
+
+
+def _shares(rows: int, bm: int) -> tuple[int, int]:
+    """Programs that share so many rows, and tiles of each."""
+    tiles = triton.cdiv(rows, bm)
+    each = triton.cdiv(tiles, PARTS)
+    return triton.cdiv(tiles, each) if tiles else 0, each
+
+
+def _sum(sums: Tensor, parts: int, *into: Tensor) -> None:
+    """Add up the programs' sums [parts, columns] into one vector, or two of the same length side by side."""
+    columns = into[0].shape[0]
+    launch(
+        norms._sum_kernel, triton.cdiv(len(into) * columns, norms.SUM.bn), sums.device, norms.SUM,
+        sums, into[0], into[-1], parts, C=columns, BIAS=len(into) == 2, BM=norms.SUM.bm, BN=norms.SUM.bn,
+    )  # fmt: skip
 
 
 def _shape(heads: int, dim: int) -> dict[str, int]:
@@ -267,43 +324,42 @@ def _forward(
 
 
 def _backward(
-    grads: list[Tensor | None], packed: Tensor, dpacked: Tensor, weights: list[Tensor | None], heads: int, dim: int,
-    positions: list[Tensor], bases: list[float], eps: float,
+    grads: list[Tensor | None], packed: Tensor, dpacked: Tensor, weights: list[Tensor | None], dbias: Tensor | None,
+    heads: int, dim: int, positions: list[Tensor], bases: list[float], eps: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Writes the columns of the slots, and of v if there are its gradients, into dpacked; the weights' gradients.
+    """Writes the columns of the slots, and of v if there are its gradients, into dpacked and their sums into dbias.
 
-    `grads` are those of q (None for one slot), of k, and perhaps of v, then of a second reader's k and v.
+    `grads` are those of q (None for one slot), of k, and perhaps of v, then of a second reader's k and v. Returns the
+    weights' gradients.
     """
-    rows, slots, norm = packed.shape[0], len(weights), weights[0] is not None
+    slots, norm = len(weights), weights[0] is not None
     dq, dk, *others = grads
     assert dk is not None
-    dv, dk_again, dv_again = (*others, None, None, None)[:3] if others else (None, None, None)
-    d0, d1, d1_again, v, v_again = (
-        dk if x is None else x.contiguous() for x in (dq, dk, dk_again, dv, dv_again)
-    )  # fmt: skip
+    dv, dk_again, dv_again = (*others, None, None, None)[:3]
+    d0, d1, d1_again, v, v_again = (dk if x is None else x.contiguous() for x in (dq, dk, dk_again, dv, dv_again))
     places = [p.contiguous() for p in positions] or [packed]
     given = [packed if w is None else w for w in weights]
     t = tile(heads, dim, True)
-    tiles = triton.cdiv(rows, t.bm)
-    each = triton.cdiv(tiles, PARTS)
-    parts = triton.cdiv(tiles, each) if tiles and dim else 0
-    sums = torch.empty(parts * slots * dim if norm else 0, dtype=torch.float32, device=packed.device)
+    parts, each = _shares(packed.shape[0] if dim else 0, t.bm)
+    sums, totals = (
+        torch.empty(parts * n, dtype=torch.float32, device=packed.device)
+        for n in (slots * dim if norm else 0, 0 if dbias is None else dbias.shape[0])
+    )
     launch(
         _heads_backward_kernel, parts, packed.device, t,
-        packed, given[0], given[-1], places[0], places[-1], d0, d1, d1_again, v, v_again, dpacked, sums,
-        packed.stride(0), dpacked.stride(0), rows, each,
-        SLOTS=slots, VALUES=dv is not None, AGAIN=dk_again is not None, **_shape(heads, dim), BM=t.bm, EPS=eps,
-        NORM=norm, **_turns(positions, bases), STAGES=t.stages,
+        packed, given[0], given[-1], places[0], places[-1], d0, d1, d1_again, v, v_again, dpacked, sums, totals,
+        packed.stride(0), dpacked.stride(0), packed.shape[0], each,
+        SLOTS=slots, VALUES=dv is not None, AGAIN=dk_again is not None, BIAS=dbias is not None, **_shape(heads, dim),
+        BM=t.bm, EPS=eps, NORM=norm, **_turns(positions, bases), STAGES=t.stages,
     )  # fmt: skip
     dweights = [
         torch.empty(0 if w is None else dim, dtype=packed.dtype if w is None else w.dtype, device=packed.device)
         for w in weights
     ]
     if norm:
-        launch(
-            norms._sum_kernel, triton.cdiv(slots * dim, norms.SUM.bn), packed.device, norms.SUM,
-            sums, dweights[0], dweights[-1], parts, C=dim, BIAS=slots == 2, BM=norms.SUM.bm, BN=norms.SUM.bn,
-        )  # fmt: skip
+        _sum(sums, parts, *dweights)
+    if dbias is not None and dbias.shape[0]:
+        _sum(totals, parts, dbias)
     return dweights
 
 
@@ -312,7 +368,7 @@ def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: f
     packed = rows_of(packed)
     rows, dim = packed.shape[0], (packed.shape[1] - 2 * hidden) // heads
     h = torch.empty(rows, hidden, dtype=packed.dtype, device=packed.device)
-    t = _gate_tile(hidden)
+    t = _gate_tile(hidden, False)
     chunks = triton.cdiv(hidden, t.bn)
     launch(
         _gate_kernel, triton.cdiv(rows, t.bm) * chunks, packed.device, t, packed, h, packed.stride(0), rows,
@@ -322,22 +378,29 @@ def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: f
 
 
 def gated_backward(
-    dgated: Tensor, dq: Tensor, packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The gradient of packed, and of the weight ([0] without one)."""
+    dgated: Tensor, dq: Tensor, packed: Tensor, weight: Tensor | None, bias: Tensor | None, hidden: int, heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of packed, of the weight and of the bias ([0] for what there is not)."""
     packed, dgated = rows_of(packed), rows_of(dgated)
     rows, dim = packed.shape[0], (packed.shape[1] - 2 * hidden) // heads
     dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-    t = _gate_tile(hidden)
+    dbias = _empty_like(bias, packed)
+    t = _gate_tile(hidden, True)
     chunks = triton.cdiv(hidden, t.bn)
+    parts, each = _shares(rows, t.bm)
+    sums = torch.empty(parts * 2 * hidden if bias is not None else 0, dtype=torch.float32, device=packed.device)
     launch(
-        _gate_backward_kernel, triton.cdiv(rows, t.bm) * chunks, packed.device, t,
-        packed, dgated, dpacked, packed.stride(0), dgated.stride(0), dpacked.stride(0), rows,
-        HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn,
+        _gate_backward_kernel, parts * chunks, packed.device, t,
+        packed, dgated, dpacked, sums, packed.stride(0), dgated.stride(0), dpacked.stride(0), rows, each,
+        HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn, BIAS=bias is not None, STAGES=t.stages,
     )  # fmt: skip
+    if bias is not None:
+        _sum(sums, parts, dbias[: 2 * hidden])
     q, dq_to = packed[:, 2 * hidden :], dpacked[:, 2 * hidden :]
-    (dweight,) = _backward([None, dq], q, dq_to, [weight], heads, dim, [], [], eps)
-    return dpacked, dweight
+    behind = None if bias is None else dbias[2 * hidden :]
+    (dweight,) = _backward([None, dq], q, dq_to, [weight], behind, heads, dim, [], [], eps)
+    return dpacked, dweight, dbias
 
 
 def rotary(
@@ -349,23 +412,33 @@ def rotary(
 
 
 def rotary_backward(
-    grads: list[Tensor | None], packed: Tensor, weights: list[Tensor | None], heads: int, positions: list[Tensor],
-    bases: list[float], eps: float,
+    grads: list[Tensor | None], packed: Tensor, weights: list[Tensor | None], bias: Tensor | None, heads: int,
+    positions: list[Tensor], bases: list[float], eps: float,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradient of packed, and of each weight ([0] without one)."""
+    """The gradients of packed, of the bias and of each weight ([0] for what there is not)."""
     packed = rows_of(packed)
     dim = packed.shape[1] // ((len(weights) + 1) * heads)
     dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-    return [dpacked, *_backward(grads, packed, dpacked, weights, heads, dim, positions, bases, eps)]
+    dbias = _empty_like(bias, packed)
+    into = None if bias is None else dbias
+    return [dpacked, dbias, *_backward(grads, packed, dpacked, weights, into, heads, dim, positions, bases, eps)]
+
+
+def _empty_like(vector: Tensor | None, packed: Tensor) -> Tensor:
+    return packed.new_empty(0) if vector is None else torch.empty_like(vector)
 
 
 def compile_cases() -> list[CompileCase]:
     """Every kernel at the shapes of GEM's preset "large", and of a small one with odd sizes."""
     cases = []
     for heads, dim, hidden, turns in ((4, 128, 1024, 1), (3, 24, 80, 2)):
-        t = _gate_tile(hidden)
-        constants: dict[str, object] = {"HIDDEN": hidden, "CHUNKS": triton.cdiv(hidden, t.bn), "BM": t.bm, "BN": t.bn}
         for name, kernel in (("gate", _gate_kernel), ("gate backward", _gate_backward_kernel)):
+            t = _gate_tile(hidden, kernel is _gate_backward_kernel)
+            constants: dict[str, object] = {
+                "HIDDEN": hidden, "CHUNKS": triton.cdiv(hidden, t.bn), "BM": t.bm, "BN": t.bn
+            }  # fmt: skip
+            if kernel is _gate_backward_kernel:
+                constants |= {"BIAS": True, "STAGES": t.stages}
             types, divisible = signature(kernel, "bf16", constants)
             cases.append(CompileCase(f"projections {name} bf16 c{hidden}", kernel, types, constants, t, divisible))
         for slots in (1, 2):
@@ -375,7 +448,7 @@ def compile_cases() -> list[CompileCase]:
             }  # fmt: skip
             for name, kernel, extra in (
                 ("heads", _heads_kernel, {}),
-                ("heads backward", _heads_backward_kernel, {"VALUES": slots == 2, "AGAIN": slots == 2}),
+                ("heads backward", _heads_backward_kernel, {"VALUES": slots == 2, "AGAIN": slots == 2, "BIAS": True}),
             ):
                 t = tile(heads, dim, bool(extra))
                 stages = {"STAGES": t.stages} if extra else {}
