@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from gem_kernels import Turn, gated_heads, gdpa, jagged_attention, rotary_heads
 from gem_kernels.nn import NormLinear, RMSNorm
 from torch import Tensor, nn
@@ -48,12 +49,22 @@ class History:
         return replace(self, tokens=tokens, more=None)
 
 
-def read(layer: NormLinear, history: History) -> tuple[Tensor, History]:
-    """What a layer makes of the tokens, [T, out], and the history with the tokens settled."""
-    if history.more is None:
-        return layer(history.tokens), history
-    out, tokens = layer(history.tokens, history.more)
-    return out, history.settled(tokens)
+def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, History]:
+    """What a layer makes of the tokens, [T, out], and the history with the tokens settled.
+
+    Between them stands the layer's bias where its gradient is still to be made by whoever takes the result apart: the
+    sum of a gradient [T, out] is best made where that gradient is written.
+    """
+    args = [history.tokens] if history.more is None else [history.tokens, history.more.to(history.tokens.dtype)]
+    linear = layer.linear
+    plain = type(layer) is NormLinear and type(linear) is nn.Linear and linear.bias is not None
+    out = layer.norm(*args) if plain else layer(*args)  # those of a precision recipe make all gradients themselves
+    if history.more is not None:
+        out, tokens = out
+        history = history.settled(tokens)
+    if plain:
+        return F.linear(out, linear.weight, linear.bias.detach()), linear.bias, history
+    return out, None, history
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -127,21 +138,22 @@ class PersonalisedFFN(nn.Module):
 
     def forward(self, history: History, x_sum: Tensor) -> History:
         """Tokens [T, d]; x_sum [B, n_sum, d]."""
-        packed, history = read(self.up, history)
-        hidden, q = self._parts(packed)
+        packed, bias, history = read(self.up, history)
+        hidden, q = self._parts(packed, bias)
         more = self.down(hidden)
         if not self.personal:
             return history.plus(more)
-        k, v = self._personal(self.kv(self.mix(x_sum)).flatten(0, 1))  # [B P, H, D]
+        k, v = self._personal(self.mix(x_sum).flatten(0, 1))  # [B P, H, D]
         return history.plus(more + self.out(self._transform(q, k, v, history).flatten(1)))
 
-    def _parts(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, packed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """SwiGLU's product [T, hidden] and the normed queries [T, H, D]."""
-        return gated_heads(packed, self.hidden, self.heads, self.norms.weights[0] if self.personal else None)
+        weight = self.norms.weights[0] if self.personal else None
+        return gated_heads(packed, self.hidden, self.heads, weight, bias=bias)
 
-    def _personal(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed keys and the values, [B P, H, D], of [B P, 2 d]."""
-        k, v = rotary_heads(kv, self.heads, self.norms.weights[1:])
+    def _personal(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed keys and the values, [B P, H, D], of tokens [B P, d]."""
+        k, v = rotary_heads(self.kv(mixed), self.heads, self.norms.weights[1:])
         return k, v
 
     def _transform(self, q: Tensor, k: Tensor, v: Tensor, history: History) -> Tensor:
@@ -176,8 +188,8 @@ class HistoryAttention(nn.Module):
     def forward(self, history: History, cls: Tensor) -> tuple[History, Tensor]:
         """Events [T, d] and CLS tokens [B, C, d] -> the same shapes."""
         batch, count = cls.shape[:2]
-        packed, history = read(self.qkv, history)
-        q_events, (k, v), (k_again, v_again) = self._parts(packed, history)
+        packed, bias, history = read(self.qkv, history)
+        q_events, (k, v), (k_again, v_again) = self._parts(packed, bias, history)
         if q_events is not None:
             window = None if self.window is None else (self.window, self.window)
             seen = self._attend(
@@ -189,7 +201,7 @@ class HistoryAttention(nn.Module):
         return history, cls + self.out(told).view(cls.shape)
 
     def _parts(
-        self, packed: Tensor, history: History
+        self, packed: Tensor, bias: Tensor | None, history: History
     ) -> tuple[Tensor | None, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """The events' queries, or None where they don't ask; keys and values [T, H, D], for them and for the CLS
         tokens.
@@ -197,9 +209,9 @@ class HistoryAttention(nn.Module):
         turns = [Turn(positions=place, base=base) for place, base in self.places(history)]
         weights = self.norms.weights
         if self.events_attend:
-            q, k, v, *again = rotary_heads(packed, self.heads, weights, turns=turns, readers=2)
+            q, k, v, *again = rotary_heads(packed, self.heads, weights, turns=turns, readers=2, bias=bias)
             return q, (k, v), (again[0], again[1])
-        k, v = rotary_heads(packed, self.heads, weights[1:], turns=turns)
+        k, v = rotary_heads(packed, self.heads, weights[1:], turns=turns, bias=bias)
         return None, (k, v), (k, v)
 
     def places(self, history: History) -> list[tuple[Tensor, float]]:

@@ -152,16 +152,32 @@ ATTENTION: dict[str, Callable[..., Any]] = {
 # The modules.
 
 
+class WithBias(torch.autograd.Function):
+    """x [T, C], which holds the bias [C] already: its gradient is the sum of x's, as a linear layer makes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x itself."""
+        ctx.dtype = None if bias is None else bias.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradient of x as it is, and its columns' sums."""
+        return dx, None if ctx.dtype is None else dx.sum(0).to(ctx.dtype)
+
+
 class PeerAttention(HistoryAttention):
     """`HistoryAttention` on chosen operators."""
 
     operators: Operators
 
     def _parts(
-        self, packed: Tensor, history: History
+        self, packed: Tensor, bias: Tensor | None, history: History
     ) -> tuple[Tensor | None, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         if self.operators.parts == "kernel":
-            return super()._parts(packed, history)
+            return super()._parts(packed, bias, history)
+        packed = WithBias.apply(packed, bias)
         *turning, v = packed.unflatten(1, (-1, self.heads, self.head_dim)).unbind(1)
         norms = [self.norms.q, self.norms.k][-len(turning) :]
         *q, k = self._rotate(torch.stack([norm(x) for norm, x in zip(norms, turning, strict=True)], dim=1), history)
@@ -201,17 +217,17 @@ class PeerFFN(PersonalisedFFN):
 
     operators: Operators
 
-    def _parts(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, packed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.operators.parts == "kernel":
-            return super()._parts(packed)
-        gate, up, q = packed.split(self.splits, dim=1)
+            return super()._parts(packed, bias)
+        gate, up, q = WithBias.apply(packed, bias).split(self.splits, dim=1)
         q = q.unflatten(1, (self.heads, -1))
         return F.silu(gate) * up, self.norms.q(q) if self.personal else q
 
-    def _personal(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+    def _personal(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         if self.operators.parts == "kernel":
-            return super()._personal(kv)
-        k, v = kv.unflatten(1, (2, self.heads, -1)).unbind(1)
+            return super()._personal(mixed)
+        k, v = self.kv(mixed).unflatten(1, (2, self.heads, -1)).unbind(1)
         return self.norms.k(k), v
 
     def _transform(self, q: Tensor, k: Tensor, v: Tensor, history: History) -> Tensor:
