@@ -1,9 +1,10 @@
 """Which option every region takes under a common budget of bytes: a multiple-choice knapsack, small enough to be exact.
 
-    minimise  sum_i seconds[i][c_i]    subject to    sum_(j <= i) bytes[j][c_j] <= limits[i]  for every i
+    minimise    sum_i seconds[i][c_i]
+    subject to  sum_(j < i) kept[j][c_j] + working[i][c_i] <= budget    for every i
 
-One limit for all is a budget for what is kept at the end of the forward pass. Limits that differ hold a peak: while
-region i + 1 runs backward it is there as a whole, whatever was kept of it, so that the regions before it have less.
+While region i runs backward it needs its working bytes, whatever it kept, and beside them lies what the regions before
+it keep. So the last regions may keep much at little cost. Where working = kept, it is the common knapsack.
 
 States are (bytes, seconds) of the regions so far. A state that another one dominates is dropped, and so is one whose
 relaxed completion (fractions of options allowed: Sinha and Zoltners 1979) is worse than the greedy solution.
@@ -25,10 +26,17 @@ class Option:
     Attributes:
         kept: bytes that stay between its forward and its backward.
         seconds: what it adds to a step, against keeping everything.
+        working: bytes while its backward runs, if these are more.
     """
 
     kept: int
     seconds: float
+    working: int = 0
+
+    @property
+    def most(self) -> int:
+        """Bytes at its backward."""
+        return max(self.kept, self.working)
 
 
 def hull(options: Sequence[Option]) -> list[int]:
@@ -50,60 +58,76 @@ def _saving(options: Sequence[Option], fewer: int, more: int) -> float:
     return (a.seconds - b.seconds) / (b.kept - a.kept) if b.kept > a.kept else float("inf")
 
 
-def allocate_greedy(regions: Sequence[Sequence[Option]], limits: int | Sequence[int]) -> list[int]:
+def peak(chosen: Sequence[Option]) -> int:
+    """The most bytes that the options of all regions hold at a time."""
+    before, most = 0, 0
+    for option in chosen:
+        most = max(most, before + option.most)
+        before += option.kept
+    return most
+
+
+def allocate_greedy(regions: Sequence[Sequence[Option]], budget: int) -> list[int]:
     """Every region's choice by marginal seconds saved per byte: the steepest step that still fits, again and again.
 
     At worst it misses the optimum by one step, which matters little when there are many.
 
     Raises:
-        ValueError: the smallest options exceed a limit.
+        ValueError: the smallest options exceed the budget.
     """
     hulls = [hull(options) for options in regions]
-    left = _room(regions, _each(regions, limits))
     at = [0] * len(regions)
+
+    def options() -> list[Option]:
+        return [r[h[i]] for r, h, i in zip(regions, hulls, at, strict=True)]
+
+    least = peak(options()) if all(regions) else 0
+    if not all(regions):
+        raise ValueError("every region needs at least one option")
+    if least > budget:
+        raise ValueError(f"a budget of {budget} bytes is below the {least} that the regions hold at least")
     steps = sorted(
         ((-_saving(regions[r], h[i], h[i + 1]), r, i) for r, h in enumerate(hulls) for i in range(len(h) - 1)),
     )
     for _, region, index in steps:
-        h = hulls[region]
-        need = regions[region][h[index + 1]].kept - regions[region][h[index]].kept
-        if at[region] == index and need <= left[region:].min():
+        if at[region] == index:
             at[region] = index + 1
-            left[region:] -= need
+            if peak(options()) > budget:
+                at[region] = index
     return [h[i] for h, i in zip(hulls, at, strict=True)]
 
 
-def allocate(regions: Sequence[Sequence[Option]], limits: int | Sequence[int]) -> list[int]:
-    """Every region's choice, of the least total seconds within the limits; exact.
+def allocate(regions: Sequence[Sequence[Option]], budget: int) -> list[int]:
+    """Every region's choice, of the least total seconds within the budget; exact.
 
     Args:
         regions: the options of every region, in the order of the forward pass.
-        limits: bytes that each region and those before it may keep together; one number holds for all.
+        budget: bytes that all of them may hold at a time.
 
     Returns:
         an index into each region's options.
 
     Raises:
-        ValueError: the smallest options exceed a limit.
+        ValueError: the smallest options exceed the budget.
     """
-    greedy = allocate_greedy(regions, limits)
+    greedy = allocate_greedy(regions, budget)
     if not regions:
         return greedy
-    spare = _room(regions, _each(regions, limits))
     best = sum(options[i].seconds for options, i in zip(regions, greedy, strict=True))
-    least = np.cumsum([min(option.kept for option in options) for options in regions])
+    least = [min(option.kept for option in options) for options in regions]
     kept, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
     trail: list[tuple[np.ndarray, np.ndarray]] = []  # (choice, parent) of every state, region by region
     for index, options in enumerate(regions):
         sizes = np.array([option.kept for option in options], dtype=np.int64)
+        most = np.array([option.most for option in options], dtype=np.int64)
         costs = np.array([option.seconds for option in options])
         new_kept, new_seconds = (kept[:, None] + sizes).ravel(), (seconds[:, None] + costs).ravel()
+        fits = ((kept[:, None] + most) <= budget).ravel()
         parent = np.repeat(np.arange(len(kept)), len(options))
         choice = np.tile(np.arange(len(options)), len(kept))
-        beyond = new_kept - least[index]
-        room = spare[index:].min() - beyond
-        bound = new_seconds + _relaxed(regions[index + 1 :], np.maximum(spare[-1] - beyond, 0))
-        alive = np.flatnonzero((room >= 0) & (bound <= best * (1 + 1e-12) + 1e-15))
+        room = budget - sum(least[index + 1 :]) - new_kept
+        bound = new_seconds + _relaxed(regions[index + 1 :], np.maximum(room, 0))
+        alive = np.flatnonzero(fits & (room >= 0) & (bound <= best * (1 + 1e-12) + 1e-15))
         order = alive[np.lexsort((new_seconds[alive], new_kept[alive]))]
         fastest = np.minimum.accumulate(np.concatenate(([np.inf], new_seconds[order][:-1])))
         order = order[new_seconds[order] < fastest]
@@ -136,20 +160,3 @@ def _relaxed(regions: Sequence[Sequence[Option]], room: np.ndarray) -> np.ndarra
     sizes = np.concatenate(([0], np.cumsum([size for _, size, _ in steps]))).astype(float)
     saved = np.concatenate(([0.0], np.cumsum([gain for _, _, gain in steps])))
     return np.asarray(floor - np.interp(room.astype(float), sizes, saved))
-
-
-def _each(regions: Sequence[Sequence[Option]], limits: int | Sequence[int]) -> list[int]:
-    found = [limits] * len(regions) if isinstance(limits, int) else list(limits)
-    if len(found) != len(regions) or any(not options for options in regions):
-        raise ValueError(f"every region needs a limit and at least one option, got {len(found)} for {len(regions)}")
-    return found
-
-
-def _room(regions: Sequence[Sequence[Option]], limits: Sequence[int]) -> np.ndarray:
-    """Bytes between the smallest options and the limits, up to and with every region."""
-    least = np.cumsum([min(option.kept for option in options) for options in regions], dtype=np.int64)
-    room = np.asarray(limits, dtype=np.int64) - least
-    if (room < 0).any():
-        at = int(np.argmin(room))
-        raise ValueError(f"a budget of {limits[at]} bytes is below the {least[at]} that the regions keep at least")
-    return room

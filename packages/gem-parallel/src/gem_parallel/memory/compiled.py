@@ -163,11 +163,13 @@ def measure(
     fastest = min(times.values())
     points: list[Point] = []
     for budget in sorted(budgets, key=lambda b: (kept[b], times[b])):
-        point = Point(kept=kept[budget], seconds=times[budget] - fastest, names=None, budget=budget)
+        point = Point(
+            kept=kept[budget], seconds=times[budget] - fastest, names=None, budget=budget, working=max(kept.values())
+        )
         if not points or point.seconds < points[-1].seconds:
             points.append(point)
     if random:
-        points.insert(0, Point(kept=inputs, seconds=forward_s, names=()))
+        points.insert(0, Point(kept=inputs, seconds=forward_s, names=(), working=max(kept.values())))
     return Curve(region=region, points=tuple(points), forward_s=forward_s), compiled
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gem_parallel.memory.allocate import allocate
+from gem_parallel.memory.allocate import Option, allocate, peak
 from gem_parallel.memory.profile import Curve, Point
 
 _MIB = 1 << 20
@@ -57,7 +57,7 @@ class MemoryPlan:
     def peak(self) -> int:
         """The most that the regions hold: while one runs backward it is there as a whole, beside what those before it
         keep."""
-        return _peak([row.point.kept for row in self.regions], [row.whole for row in self.regions])
+        return peak([row.point.option for row in self.regions])
 
     @property
     def seconds(self) -> float:
@@ -135,20 +135,16 @@ def make_plan(
     and "regions" spends more on them than on the first ones. Below what the regions keep at least, the plan is the one
     that keeps least; its `budget` says what was asked for.
     """
-    wholes, least = [curve.whole for curve in curves], [curve.points[0].kept for curve in curves]
+    options = [[point.option for point in curve.points] for curve in curves]
     if limit is not None:
-        before = [sum(wholes[:i]) for i in range(len(wholes))]
-        share = min(((limit - w) / b for w, b in zip(wholes, before, strict=True) if b), default=1.0)
-        share = min(max(share, 0.0), 1.0)
-    budget = _peak([int(share * w) for w in wholes], wholes) if limit is None else limit
+        share = _share_within(options, limit)
+    budget = peak([_like(o, share) for o in options]) if limit is None else limit
     if policy == "full":
         chosen = [0] * len(curves)
     elif policy == "uniform":
         chosen = [max(i for i, p in enumerate(c.points) if i == 0 or p.kept <= share * c.whole) for c in curves]
     else:
-        most = max(budget, _peak(least, wholes))
-        limits = [most - after for after in (*wholes[1:], 0)]
-        chosen = allocate([[point.option for point in curve.points] for curve in curves], limits)
+        chosen = allocate(options, max(budget, peak([region[0] for region in options])))
     rows = [
         RegionPlan(region=c.region, point=c.points[i], whole=c.whole, forward_s=c.forward_s)
         for c, i in zip(curves, chosen, strict=True)
@@ -156,9 +152,12 @@ def make_plan(
     return MemoryPlan(engine=engine, policy=policy, budget=budget, regions=tuple(rows), asked=asked)
 
 
-def _peak(kept: Sequence[int], wholes: Sequence[int]) -> int:
-    before, most = 0, 0
-    for mine, whole in zip(kept, wholes, strict=True):
-        most = max(most, before + whole)
-        before += mine
-    return most
+def _like(options: Sequence[Option], share: float) -> Option:
+    """A region that keeps this share of what it can keep."""
+    whole = options[-1]
+    return whole if share >= 1 else Option(kept=int(share * whole.kept), seconds=0.0, working=options[0].most)
+
+
+def _share_within(options: Sequence[Sequence[Option]], limit: int) -> float:
+    """The largest common share whose peak is within the limit, to a thousandth."""
+    return next((s / 1000 for s in range(1000, 0, -1) if peak([_like(o, s / 1000) for o in options]) <= limit), 0.0)

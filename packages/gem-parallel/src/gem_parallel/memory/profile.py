@@ -150,17 +150,19 @@ class Point:
         seconds: what backward recomputes.
         names: operators whose results are kept; None: everything that autograd saves, nothing is recomputed.
         budget: for a compiled region, the share that its partitioner may keep.
+        working: bytes while its backward runs, which hold what was computed again, unpacked.
     """
 
     kept: int
     seconds: float
     names: tuple[str, ...] | None
     budget: float = 1.0
+    working: int = 0
 
     @property
     def option(self) -> Option:
         """For the allocation."""
-        return Option(kept=self.kept, seconds=self.seconds)
+        return Option(kept=self.kept, seconds=self.seconds, working=self.working)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +184,7 @@ class Curve:
         return self.points[-1].kept
 
 
-def curve(region: str, costs: list[OpCost], inputs: int, saved: int) -> Curve:
+def curve(region: str, costs: list[OpCost], inputs: int, saved: int, unpacked: int = 0) -> Curve:
     """The curve of a region whose operators are `costs`.
 
     Keeping an operator's results spares its seconds in backward. Operators in the order of seconds per byte: every
@@ -191,10 +193,12 @@ def curve(region: str, costs: list[OpCost], inputs: int, saved: int) -> Curve:
     Args:
         inputs: bytes of the region's inputs, which stay in any case.
         saved: bytes that autograd saves without recomputation.
+        unpacked: the same when nothing is packed; by default `saved`.
     """
+    working = max(unpacked or saved, inputs)
     total = sum(cost.seconds for cost in costs)
     order = sorted((c for c in costs if c.free and c.nbytes), key=lambda c: c.nbytes / max(c.seconds, 1e-12))
-    points = [Point(kept=inputs, seconds=total, names=())]
+    points = [Point(kept=inputs, seconds=total, names=(), working=working)]
     names: list[str] = []
     kept, seconds = inputs, total
     for cost in order:
@@ -202,7 +206,7 @@ def curve(region: str, costs: list[OpCost], inputs: int, saved: int) -> Curve:
         kept, seconds = kept + cost.nbytes, seconds - cost.seconds
         if kept >= saved:
             break  # to keep everything is smaller
-        points.append(Point(kept=kept, seconds=max(seconds, 0.0), names=tuple(names)))
+        points.append(Point(kept=kept, seconds=max(seconds, 0.0), names=tuple(names), working=working))
     points.append(Point(kept=max(saved, inputs), seconds=0.0, names=None))
     return Curve(region=region, points=tuple(_thin(points)), forward_s=total)
 

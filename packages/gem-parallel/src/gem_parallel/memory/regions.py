@@ -204,13 +204,15 @@ class Regions:
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
         size = self.keeper.size if self.keeper.works else bytes_of
         recorder = Recorder(size=size)
-        saved = count_saved(function, args, kwargs, module, size) if counts else 0
+        saved = unpacked = count_saved(function, args, kwargs, module, size) if counts else 0
+        if counts and self.keeper.works:
+            unpacked = count_saved(function, args, kwargs, module)
         if counts:
             hold_back(args, kwargs)
         out = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (recorder, nullcontext()), **kwargs)
         costs = recorder.costs()
         if counts:
-            self.curves[name] = curve(name, costs, tensor_bytes((args, kwargs), size), saved)
+            self.curves[name] = curve(name, costs, tensor_bytes((args, kwargs), size), saved, unpacked)
         return out
 
     def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
