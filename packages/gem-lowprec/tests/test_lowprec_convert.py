@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import sys
 
 import pytest
 import torch
+from gem_kernels.nn import NormLinear
 from gem_lowprec import (
     FP8_ROW,
     FP8_TENSOR,
@@ -17,13 +20,16 @@ from gem_lowprec import (
     convert,
     get_recipe,
     quantize,
+    speed,
     watch,
 )
+from gem_lowprec.norm_linear import LowPrecisionNormLinear
 from gem_lowprec.recipe import matches
 from gem_lowprec.report import measure
 from torch import nn
 from torch.nn.utils import parametrizations
 
+gem_convert = sys.modules["gem_lowprec.convert"]  # the name is the function's in the package
 MXFP8_RULE = Rule(forward="mxfp8", dgrad="mxfp8", wgrad="mxfp8")
 
 
@@ -314,3 +320,52 @@ def test_non_finite_rows_come_first():
 def test_watch_refuses_a_period_of_zero():
     with pytest.raises(ValueError, match=r"every.*got 0"):
         watch(convert(Model(), "mxfp8"), every=0)
+
+
+def test_layers_that_would_not_be_faster_stay(monkeypatch):
+    rates = speed.Card(
+        rates={"bf16": speed.Rate(top=700, half=50), "fp8_block": speed.Rate(top=1100, half=150)}, quantise=3.5
+    )
+    monkeypatch.setattr(gem_convert, "card", lambda device: rates)
+    rule = Rule(forward="fp8_block", dgrad="fp8_block", wgrad="fp8_block")
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(128, 256), nn.Linear(4096, 4096))
+
+    with pytest.warns(UserWarning, match="1 of 2 linear layers stay as they are"):
+        conversion = convert(build(), Recipe(name="fast", rules=(rule,)))
+    assert [r.converted for r in conversion.rows] == [False, True]
+    assert re.fullmatch(r"256x128 would train at 0\.\d\d of BF16's speed", conversion.rows[0].why)
+    assert all(r.converted for r in convert(build(), Recipe(name="all", rules=(rule,), fallback=False)).rows)
+    # A precision without a rate, and a rule whose kernels were not measured, decide nothing.
+    for other in (Rule(forward="mxfp8"), dataclasses.replace(rule, stochastic=True)):
+        assert all(r.converted for r in convert(build(), Recipe(name="x", rules=(other,))).rows)
+
+
+def test_the_model_of_speed():
+    rates = speed.Card(
+        rates={"bf16": speed.Rate(top=500, half=0), "fp8_block": speed.Rate(top=1000, half=0)}, quantise=4.0
+    )
+    block = Rule(forward="fp8_block", dgrad="fp8_block", wgrad="fp8_block")
+    flops = 2.0 * 512 * 1024
+    assert speed.step_ps(Rule(), (512, 1024), rates) == pytest.approx(3 * flops / 500)
+    assert speed.step_ps(block, (512, 1024), rates) == pytest.approx(3 * flops / 1000 + 4 * (512 + 1024) / 4.0)
+    assert speed.step_ps(dataclasses.replace(block, wgrad="bf16"), (512, 1024), rates) == pytest.approx(
+        2 * flops / 1000 + flops / 500 + 3 * (512 + 1024) / 4.0
+    )
+    assert speed.gain(block, (8192, 8192), rates) == pytest.approx(2, rel=0.05)
+    assert speed.card(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_norm_before_a_block_wise_projection_is_replaced(norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(NormLinear(128, 256, norm=norm), NormLinear(128, 128, norm=norm))
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    rules = (Rule(pattern="0", forward="fp8_block"), Rule(pattern="1", forward="mxfp8"))
+    convert(model, Recipe(name="mixed", rules=rules))
+    assert [type(m) for m in model] == [LowPrecisionNormLinear, NormLinear]
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    x = torch.randn(10, 128)
+    assert torch.equal(model[0](x), model[0].linear(model[0].norm(x)))  # nothing to fuse with on a CPU

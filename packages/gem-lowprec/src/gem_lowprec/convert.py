@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from gem_lowprec.gemm import engine
 from gem_lowprec.linear import Clock, LowPrecisionLinear
 from gem_lowprec.recipe import Recipe, Rule, get_recipe, matches
+from gem_lowprec.speed import card, gain
 from gem_lowprec.table import render
 
 
@@ -74,10 +77,11 @@ def convert(
     """Replace the `torch.nn.Linear` layers of `model` in place, as `recipe` says, and report every one.
 
     The new layers share the old ones' Parameters, so state_dict keys, tied weights and optimizers stay as they are;
-    call it before the model is sharded or compiled. `seed` overrides the recipe's (give each data-parallel rank its
-    (give each
-    data-parallel rank its own). `device` is where the model will run, for the table's engine column; by default it is
-    where each weight is.
+    call it before the model is sharded or compiled. A `gem_kernels.nn.NormLinear` whose projection becomes block-wise
+    gets a norm that writes FP8. `seed` overrides the recipe's (give each data-parallel rank its own). `device`
+    is where the model will run, for the table's engine column; by default it is where each weight is.
+
+    Layers that low precision would not make faster on `device` stay, announced once (`Recipe.fallback`).
 
     Raises ValueError for an unknown recipe, for a model that already holds converted layers, for a model that is
     itself a Linear (nothing to replace it in), and for a rule that matches no layer.
@@ -97,11 +101,16 @@ def convert(
             )
 
     rows: list[Row] = []
+    slow = 0
     clock = Clock()
     modules: dict[str, LowPrecisionLinear] = {}
     for stream, (name, linear) in enumerate(linears):
         chosen = recipe.rule_for(name)
         why = _why_not(name, linear, recipe, chosen)
+        if why is None and recipe.fallback:
+            assert chosen is not None
+            why = _no_gain(linear, chosen, linear.weight.device if device is None else torch.device(device))
+            slow += why is not None
         if why is None:
             assert chosen is not None
             new = LowPrecisionLinear.from_linear(
@@ -109,7 +118,14 @@ def convert(
             )
             modules[name] = new
         rows.append(_row(name, linear, chosen, why, device))
+    if slow:
+        warnings.warn(
+            f"recipe {recipe.name}: {slow} of {len(linears)} linear layers stay as they are, since low precision would "
+            "not make them faster; the conversion's table has them",
+            stacklevel=2,
+        )
     _replace(model, {id(old): modules[name] for name, old in linears if name in modules})
+    _replace(model, _fused(model))
     return Conversion(recipe=recipe, rows=tuple(rows), modules=modules, clock=clock)
 
 
@@ -142,6 +158,16 @@ def _why_not(name: str, linear: nn.Linear, recipe: Recipe, rule: Rule | None) ->
     return None
 
 
+def _no_gain(linear: nn.Linear, rule: Rule, device: torch.device) -> str | None:
+    """Why BF16 is the faster choice for the shape on this card; None if it is not, or nobody measured."""
+    rates = card(device)
+    shape = (linear.out_features, linear.in_features)
+    times = None if rates is None else gain(rule, shape, rates)
+    if times is None or times >= 1.0:
+        return None
+    return f"{shape[0]}x{shape[1]} would train at {times:.2f} of BF16's speed"
+
+
 def _row(
     name: str, linear: nn.Linear, rule: Rule | None, why_not: str | None, device: torch.device | str | None
 ) -> Row:
@@ -166,8 +192,27 @@ def _row(
     )
 
 
-def _replace(model: nn.Module, new: dict[int, LowPrecisionLinear]) -> None:
-    """Put the new layers in every place that holds an old one, so that a shared layer stays shared."""
+def _fused(model: nn.Module) -> dict[int, nn.Module]:
+    """For every norm whose projection now runs block-wise: the module in which the norm writes FP8."""
+    if "gem_kernels.nn" not in sys.modules:  # slow to import, and the model has none then
+        return {}
+    from gem_kernels.nn import NormLinear
+
+    from gem_lowprec.norm_linear import LowPrecisionNormLinear
+
+    return {
+        id(m): LowPrecisionNormLinear.from_norm_linear(m)
+        for m in model.modules()
+        if type(m) is NormLinear
+        and isinstance(m.linear, LowPrecisionLinear)
+        and m.linear.products.forward == "fp8_block"
+        and not any((m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks))
+        and not any((m.norm._forward_hooks, m.norm._forward_pre_hooks))
+    }
+
+
+def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> None:
+    """Put the new modules in every place that holds an old one, so that a shared one stays shared."""
     for parent in list(model.modules()):
         for attribute, child in parent._modules.items():
             if child is not None and id(child) in new:

@@ -56,19 +56,23 @@ def low_precision_linear(
     """
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"expected x [..., K] and weight [N, K], got {list(x.shape)} and {list(weight.shape)}")
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = _dtype(x)
     clock = clock or Clock()
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     traced = torch.compiler.is_compiling() and observer is None and products.wgrad_every == 1
     if traced and not isinstance(weight, QuantizedWeight):
         keep = torch.is_grad_enabled() and weight.requires_grad
-        out = torch.ops.gem_lowprec.linear(rows, weight, bias, clock.state, seed, stream, settings_of(products), keep)[
-            0
-        ]
+        settings = settings_of(products)
+        out = torch.ops.gem_lowprec.linear(rows, weight, bias, clock.state, seed, stream, settings, keep)[0]
     else:
         out = _eager(rows, weight, bias, products, dtype, clock, seed, stream, observer)
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """Of the result: autocast's where that is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @torch.compiler.disable
@@ -114,6 +118,14 @@ class LowPrecisionLinear(nn.Linear):
         new.register_parameter("bias", linear.bias)
         new._configure(products, clock or Clock(), seed, stream)
         return new.train(linear.training)
+
+    def plan(self, x: Tensor) -> Plan:
+        """What the products of an input like x need beside tensors, now."""
+        step, micro = self.clock.state.tolist()
+        return Plan(
+            products=self.products, dtype=_dtype(x), seed=self.seed, stream=self.stream, step=step, micro=micro,
+            observer=self.observer,
+        )  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""

@@ -189,12 +189,13 @@ def quantize_both(
     outputs = (data, row_scale, turned, col_scale, partial, rows, cols)
     strides = (x.stride(0), data.stride(0), row_scale.stride(0), turned.stride(0), col_scale.stride(0))
     by_hardware = hardware(x.device)
-    if by_hardware and norm is None and spec.scale == "pow2" and (col or square or sums):
-        _by_hand(x, (*outputs, *strides), down * across, spec, row=row, col=col, sums=sums)
+    gain, bias, rstd, mean = (x,) * 4 if norm is None else (norm.gain, norm.bias, norm.rstd, norm.mean)
+    inputs = (x, x if mean is None else mean, rstd, gain, x if bias is None else bias)
+    if by_hardware and spec.scale == "pow2" and (col or square or sums):
+        arguments = (*inputs, *outputs, *strides)
+        _by_hand(x, arguments, down * across, spec, row=row, col=col, sums=sums, norm=kind(norm))
     else:
         constants, tile = _constants(spec, row=row, col=col, sums=sums, hardware=by_hardware, norm=kind(norm))
-        gain, bias, rstd, mean = (x,) * 4 if norm is None else (norm.gain, norm.bias, norm.rstd, norm.mean)
-        inputs = (x, x if mean is None else mean, rstd, gain, x if bias is None else bias)
         launch(_both, -(-rows // tile.bm) * across, x.device, tile, *inputs, *outputs, *strides, **constants)
 
     def packed(data: Tensor, scale: Tensor, shape: tuple[int, int]) -> QTensor:
@@ -211,7 +212,8 @@ def quantize_both(
 
 
 def _by_hand(
-    x: Tensor, arguments: tuple[Any, ...], programs: int, spec: QuantSpec, *, row: bool, col: bool, sums: bool
+    x: Tensor, arguments: tuple[Any, ...], programs: int, spec: QuantSpec, *, row: bool, col: bool, sums: bool,
+    norm: int,
 ) -> None:  # fmt: skip
     """The same by the Gluon kernel."""
     from gem_lowprec.tiles import both_kernel
@@ -219,8 +221,8 @@ def _by_hand(
     if programs:
         with torch.cuda.device_of(x):
             both_kernel[(programs,)](
-                x, *arguments, THRESHOLD=threshold(E4M3, spec.mode), EMAX=E4M3.emax, ROW=row, COL=col,
-                SQUARE=spec.block[0] == BLOCK, SUMS=sums, num_warps=4, maxnreg=REGISTERS,
+                *arguments, THRESHOLD=threshold(E4M3, spec.mode), EMAX=E4M3.emax, ROW=row, COL=col,
+                SQUARE=spec.block[0] == BLOCK, SUMS=sums, NORM=norm, num_warps=4, maxnreg=REGISTERS,
             )  # fmt: skip
 
 
@@ -249,18 +251,23 @@ def _cases_by_hand() -> list[CompileCase]:
     from gem_lowprec.tiles import both_kernel
 
     cases = []
-    for square, row, col, sums in (
-        (False, True, True, False), (False, True, True, True), (False, False, True, False), (True, True, True, False),
+    for square, row, col, sums, norm in (
+        (False, True, True, False, 0), (False, True, True, True, 0), (False, False, True, False, 0),
+        (False, False, True, False, 2), (True, True, True, False, 0),
     ):  # fmt: skip
-        constants = {"ROW": row, "COL": col, "SQUARE": square, "SUMS": sums, "THRESHOLD": 6291456, "EMAX": E4M3.emax}
+        constants = {
+            "ROW": row, "COL": col, "SQUARE": square, "SUMS": sums, "NORM": norm, "EMAX": E4M3.emax,
+            "THRESHOLD": threshold(E4M3, FP8_1X128.mode),
+        }  # fmt: skip
         types = {n: "constexpr" if n in constants else "i32" for n in both_kernel.arg_names}
         types |= {"x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8"}
-        types |= dict.fromkeys(("row_scale_ptr", "col_scale_ptr", "sum_ptr"), "*fp32")
+        types |= dict.fromkeys(("gain_ptr", "bias_ptr", "mean_ptr", "rstd_ptr", "row_scale_ptr"), "*fp32")
+        types |= dict.fromkeys(("col_scale_ptr", "sum_ptr"), "*fp32")
         name = FP8_128X128 if square else FP8_1X128
         cases.append(
             CompileCase(
-                name=f"both by hand {name} row {row} col {col}{' sums' if sums else ''}", kernel=both_kernel,
-                signature=types, constants=constants, tile=Tile(bm=BLOCK, bn=BLOCK),
+                name=f"both by hand {name} row {row} col {col}{' sums' * sums}{' norm' * (norm > 0)}",
+                kernel=both_kernel, signature=types, constants=constants, tile=Tile(bm=BLOCK, bn=BLOCK),
                 divisible=tuple(n for n in both_kernel.arg_names if n.endswith(LINES)), arch=(90,),
                 source=GluonASTSource,
             )

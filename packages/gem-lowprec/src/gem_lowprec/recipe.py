@@ -33,13 +33,16 @@ class Recipe:
 
     `keep` lists patterns of layers that are left as they are (by default the task heads, whose few outputs decide the
     loss). `min_size`: layers with fewer input or output features stay too; their quantisation costs more than the
-    product saves. `seed` selects the random numbers of stochastic rounding and of the Hadamard signs.
+    product saves. With `fallback`, so do layers for whose shape the rates measured on such a card predict no gain
+    (`gem_lowprec.speed`); where products are emulated or nothing was measured it decides nothing. `seed` selects the
+    random numbers of stochastic rounding and of the Hadamard signs.
     """
 
     name: str
     rules: tuple[Rule, ...] = ()
     keep: tuple[str, ...] = ("head", "heads")
     min_size: int = 128
+    fallback: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -41,10 +41,10 @@ def _powers(amax, THRESHOLD: gl.constexpr, EMAX: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows", "row_pitch", "col_pitch"])
 def both_kernel(
-    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
+    x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
     rows, cols, x_row, row_row, row_pitch, col_row, col_pitch,
     THRESHOLD: gl.constexpr, EMAX: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, SQUARE: gl.constexpr,
-    SUMS: gl.constexpr,
+    SUMS: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     """One tile of 128 x 128 per program of four warps; scales are powers of two."""
     L: gl.constexpr = gl.BlockedLayout([16, 8], [8, 4], [1, 4], [1, 0])
@@ -63,6 +63,16 @@ def both_kernel(
     c = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(0, L))
     inside = (r < rows)[:, None] & (c < cols)[None, :]
     x = gl.load(x_ptr + (r.to(gl.int64) * x_row)[:, None] + c[None, :], mask=inside, other=0.0).to(gl.float32)
+    if NORM:  # 1 RMS, 2 layer: as `orientations.normalised`, rounded as a norm of its own would write it
+        rstd = gl.load(rstd_ptr + r, mask=r < rows, other=0.0)
+        gain = gl.load(gain_ptr + c, mask=c < cols, other=0.0).to(gl.float32)
+        if NORM == 2:
+            mean = gl.load(mean_ptr + r, mask=r < rows, other=0.0)
+            bias = gl.load(bias_ptr + c, mask=c < cols, other=0.0).to(gl.float32)
+            x = (x - mean[:, None]) * rstd[:, None] * gain[None, :] + bias[None, :]
+        else:
+            x = x * rstd[:, None] * gain[None, :]
+        x = gl.where(inside, x.to(x_ptr.dtype.element_ty).to(gl.float32), 0.0)
     size = gl.abs(x)
     if SUMS:
         gl.store(sum_ptr + tile_row.to(gl.int64) * cols + c, gl.reduce(x, 0, _add), mask=c < cols)
