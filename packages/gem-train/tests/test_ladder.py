@@ -168,13 +168,16 @@ def test_recomputed_layers_give_the_same_gradients():
 # The climb.
 
 
-def test_each_rung_stands_on_the_last_that_is_not_aside():
+def test_each_rung_stands_on_the_last_that_is_not_aside(cache):
+    config = tiny_config(cache, "optim.accumulate=4")
     a = Rung(name="a", what="", operators={"attention": "padded"})
     b = Rung(name="b", what="", settings=("model.window=3",), aside=True)
     c = Rung(name="c", what="", operators={"norm": "torch"}, settings=("optim.lr=1",))
-    base = Stand().up(a)
-    assert base.up(b).settings == ("model.window=3",)
-    assert base.up(c) == Stand(operators=Operators(attention="padded", norm="torch"), settings=("optim.lr=1",))
+    base = Stand().up(a, config)
+    assert base.up(b, config).settings == ("model.window=3",)
+    assert base.up(c, config) == Stand(operators=Operators(attention="padded", norm="torch"), settings=("optim.lr=1",))
+    larger = next(rung for rung in RUNGS if rung.name == "larger parts")
+    assert base.up(larger, config).settings == ("optim.accumulate=2",)
 
 
 def test_a_rung_that_fails_or_is_missing_is_stepped_over_with_its_reason(cache, monkeypatch):

@@ -140,11 +140,18 @@ class PersonalisedFFN(nn.Module):
         """Tokens [T, d]; x_sum [B, n_sum, d]."""
         packed, bias, history = read(self.up, history)
         hidden, q = self._parts(packed, bias)
-        more = self.down(hidden)
         if not self.personal:
-            return history.plus(more)
+            return history.plus(self.down(hidden))
         k, v = self._personal(self.mix(x_sum).flatten(0, 1))  # [B P, H, D]
-        return history.plus(more + self.out(self._transform(q, k, v, history).flatten(1)))
+        return history.plus(self._sum(hidden, self._transform(q, k, v, history).flatten(1)))
+
+    def _sum(self, hidden: Tensor, personal: Tensor) -> Tensor:
+        """down(hidden) + out(personal), [T, d]: the second product adds to the first, and both biases are one."""
+        down, out = self.down, self.out
+        if not (type(down) is type(out) is nn.Linear):
+            return down(hidden) + out(personal)  # type: ignore[no-any-return]
+        both = F.linear(hidden, down.weight, down.bias + out.bias)
+        return both.addmm_(personal.to(both.dtype), out.weight.to(both.dtype).t())
 
     def _parts(self, packed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """SwiGLU's product [T, hidden] and the normed queries [T, H, D]."""

@@ -81,10 +81,13 @@ def climb(
     rows: list[dict[str, Any]] = []
     below, reached, speed = Stand(), dict[str, Stand](), _Speed(runtime, options)
     for rung in rungs:
-        stand = (below if rung.on is None else reached.get(rung.on, below)).up(rung)
+        base = below if rung.on is None else reached.get(rung.on, below)
+        stand = base.up(rung, config)
         row: dict[str, Any] = {"rung": rung.name, "what": rung.what, "same_function": rung.same}
         here = override(config, stand.settings)
         reason = rung.missing(here, runtime)
+        if rung.settings and not (reason or rung.operators or rung.compile) and here == override(config, base.settings):
+            reason = "changes nothing of this recipe"
         if options.recompute and here.parallel.memory.works:
             reason = "--recompute has its own way of keeping activations"
         chosen = rung.name in options.names if options.names else rung.name not in options.done

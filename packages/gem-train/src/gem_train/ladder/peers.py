@@ -230,6 +230,11 @@ class PeerFFN(PersonalisedFFN):
         k, v = self.kv(mixed).unflatten(1, (2, self.heads, -1)).unbind(1)
         return self.norms.k(k), v
 
+    def _sum(self, hidden: Tensor, personal: Tensor) -> Tensor:
+        if self.operators.parts == "kernel":
+            return super()._sum(hidden, personal)
+        return self.down(hidden) + self.out(personal)  # type: ignore[no-any-return]
+
     def _transform(self, q: Tensor, k: Tensor, v: Tensor, history: History) -> Tensor:
         if self.operators.ffn == "kernel":
             return super()._transform(q, k, v, history)

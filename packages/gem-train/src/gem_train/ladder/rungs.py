@@ -27,7 +27,7 @@ class Rung:
         name: short.
         what: one sentence for the reader of the table.
         operators: changes of the operators that the rung before has.
-        settings: `a.b=c` assignments, on top of the rung before.
+        settings: `a.b=c` assignments, on top of the rung before; or what makes them of the recipe's configuration.
         compile: whether the interleaved layers go through torch.compile.
         on: the rung that it stands on, where that is not the one before.
         aside: the next rung goes on from the one before this, not from this.
@@ -40,7 +40,7 @@ class Rung:
     name: str
     what: str
     operators: dict[str, Any] = field(default_factory=dict)
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...] | Callable[[RunConfig], tuple[str, ...]] = ()
     compile: bool = False
     on: str | None = None
     aside: bool = False
@@ -58,11 +58,12 @@ class Stand:
     settings: tuple[str, ...] = ()
     compile: bool = False
 
-    def up(self, rung: Rung) -> Stand:
-        """With what the rung changes."""
+    def up(self, rung: Rung, config: RunConfig) -> Stand:
+        """With what the rung changes, climbing with the recipe's `config`."""
+        settings = rung.settings(config) if callable(rung.settings) else rung.settings
         return Stand(
             operators=dataclasses.replace(self.operators, **rung.operators),
-            settings=(*self.settings, *rung.settings),
+            settings=(*self.settings, *settings),
             compile=rung.compile,
         )
 
@@ -92,7 +93,7 @@ def _softmax(config: RunConfig, runtime: Runtime) -> str:
 
 
 def _fp8(config: RunConfig, runtime: Runtime) -> str:
-    runs = engine("fp8_row", runtime.device)
+    runs = engine("fp8_block", runtime.device)
     return "" if runs.name == "native" else f"FP8 is {runs.name} here: {runs.why}"
 
 
@@ -153,9 +154,14 @@ RUNGS = (
         missing=_cuda,
     ),
     Rung(
+        name="larger parts",
+        what="half as many parts a step, in the memory that the rungs before have freed",
+        settings=lambda config: (f"optim.accumulate={max(1, config.optim.accumulate // 2)}",),
+    ),
+    Rung(
         name="FP8 linear",
-        what="linear layers in row-wise FP8, weight gradients in BF16",
-        settings=("lowprec.recipe=fp8_row",),
+        what="linear layers in FP8 with a scale for every block, all three products",
+        settings=("lowprec.recipe=fp8_block",),
         missing=_fp8,
         same=False,
     ),
@@ -187,7 +193,7 @@ RUNGS = (
     ),
     Rung(
         name="block attention",
-        on="packed projections",
+        on="larger parts",
         what="events attend inside blocks of 64 tokens (another function)",
         operators={"block": 64},
         aside=True,
@@ -195,7 +201,7 @@ RUNGS = (
     ),
     Rung(
         name="sliding window",
-        on="packed projections",
+        on="larger parts",
         what="an event sees 128 events to each side (another function)",
         settings=("model.window=128",),
         aside=True,
@@ -203,7 +209,7 @@ RUNGS = (
     ),
     Rung(
         name="computation skip",
-        on="packed projections",
+        on="larger parts",
         what="events attend to events in every other layer (another function)",
         settings=("model.self_attention_every=2",),
         aside=True,
@@ -211,7 +217,7 @@ RUNGS = (
     ),
     Rung(
         name="GDPA for softmax",
-        on="packed projections",
+        on="larger parts",
         what="the activation in the place of softmax everywhere (another function)",
         settings=("model.attention=gdpa",),
         aside=True,
@@ -222,7 +228,7 @@ RUNGS = (
         name="AutoAC",
         what="layers recomputed where that costs least, half of their activations kept",
         settings=("parallel.memory.policy=regions", "parallel.memory.budget=0.5"),
-        on="packed projections",
+        on="larger parts",
         warm_up=4,
     ),
     Rung(
@@ -238,7 +244,7 @@ RUNGS = (
         name="BBS",
         what="sub-batches dealt to the ranks by cost",
         settings=("data.balance=bbs",),
-        on="packed projections",
+        on="larger parts",
         missing=_several,
     ),
     Rung(
