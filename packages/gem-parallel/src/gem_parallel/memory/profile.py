@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from gem_parallel.memory.allocate import Option, hull
-from gem_parallel.memory.recompute import Function, OpNames, may_be_kept, watched
+from gem_parallel.memory.recompute import EagerMode, Function, OpNames, may_be_kept, watched
 
 POINTS = 16  # of a curve
 HELD_CYCLES = 100_000_000  # of the device's clock, about 50 ms: some hundred operators' launches
@@ -86,7 +85,7 @@ class OpCost:
     free: bool
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(EagerMode):
     """Times every operator that runs inside; with `machine` given, counts instead (fake tensors will do)."""
 
     def __init__(self, machine: Machine | None = None, size: Size = bytes_of) -> None:

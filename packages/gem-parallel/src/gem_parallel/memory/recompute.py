@@ -82,7 +82,15 @@ class _Wanted:
         return name if name in self.names else None
 
 
-class _Keep(TorchDispatchMode):
+class EagerMode(TorchDispatchMode):
+    """A mode for code that runs as written: torch's guard against its compiler costs more than many an operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Keep(EagerMode):
     """The forward pass: results of the operators called `names` go into `store`."""
 
     def __init__(self, names: frozenset[str], keeper: Keeper, store: dict[str, Any]) -> None:
@@ -111,7 +119,7 @@ class _Entry:
         self.kept, self.version = kept, version
 
 
-class _Reuse(TorchDispatchMode):
+class _Reuse(EagerMode):
     """The recomputation: what is in `store` is handed out, once."""
 
     def __init__(self, names: frozenset[str], keeper: Keeper, store: dict[str, Any]) -> None:
@@ -195,8 +203,10 @@ class _Inputs:
         return whole.requires_grad_(grad)
 
 
-def _shapes(args: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(leaf.shape) for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor))
+def _shapes(args: Any) -> tuple[torch.Size, ...]:
+    """Of an operator's tensors, which are arguments or in lists."""
+    tensors = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,))]
+    return tuple(t.shape for t in tensors if isinstance(t, torch.Tensor))
 
 
 def _random_state(op: Any, out: Any) -> tuple[torch.device, torch.Tensor] | None:
