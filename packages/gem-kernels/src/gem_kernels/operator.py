@@ -21,9 +21,9 @@ PLAIN = (Tensor, nn.Parameter)
 class Operator:
     """`gem_kernels::<name>`: calls like the function that it is made of; takes positional arguments alone."""
 
-    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+    def __init__(self, name: str, run: Callable[..., Any], schema: str | None = None) -> None:
         self.name, self._run = f"gem_kernels::{name}", run
-        self._custom = torch.library.custom_op(self.name, run, mutates_args=())
+        self._custom = torch.library.custom_op(self.name, run, mutates_args=(), schema=schema)
         self._apply: Callable[..., Any] = run
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +53,6 @@ class Operator:
         return self._apply(*args)
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Make a typed function of tensors the operator `gem_kernels::<name>`."""
-    return lambda run: Operator(name, run)
+def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
+    """Make a typed function of tensors the operator `gem_kernels::<name>`; a `schema` stands in for the types."""
+    return lambda run: Operator(name, run, schema)
