@@ -65,12 +65,12 @@ def block_attention(
     check_qkv(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"q, k and v must have as many tokens; got {q.shape[0]} and {k.shape[0]}")
-    scale, base, values = _check(q, offsets, block, scale, activation, rope, validate)
+    rope = _as_rope(rope)
+    scale = _check(q, offsets, block, scale, activation, rope, validate)
     name = _choose(q, k, block, activation, rope, backend)
     if name == dispatch.REFERENCE:
         return _reference(q, k, v, offsets, block, scale, activation, rope)
-    blocks, positions = _blocks(offsets, q.shape[0], block), _positions(q, offsets, rope)
-    return _forward(q, k, v, blocks, positions, block, scale, activation, base, values, name)
+    return _forward(q, k, v, *_options(q, offsets, block, scale, activation, rope, name))
 
 
 def block_attention_packed(
@@ -110,12 +110,12 @@ def block_attention_packed(
         raise ValueError(f"kv_heads must leave query heads of the {qkv.shape[1]} of qkv; got {kv_heads}")
     q, k, v = _split(qkv, kv_heads)
     check_qkv(q, k, v)
-    scale, base, values = _check(q, offsets, block, scale, activation, rope, validate)
+    rope = _as_rope(rope)
+    scale = _check(q, offsets, block, scale, activation, rope, validate)
     name = _choose(q, k, block, activation, rope, backend)
     if name == dispatch.REFERENCE:
         return _reference(q, k, v, offsets, block, scale, activation, rope)
-    blocks, positions = _blocks(offsets, q.shape[0], block), _positions(q, offsets, rope)
-    return _packed(qkv, kv_heads, blocks, positions, block, scale, activation, base, values, name)
+    return _packed(qkv, kv_heads, *_options(q, offsets, block, scale, activation, rope, name))
 
 
 def _split(qkv: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
@@ -132,25 +132,21 @@ def _check(
     block: int,
     scale: float | None,
     activation: str | None,
-    rope: Rope | float | None,
+    rope: Rope | None,
     validate: bool,
-) -> tuple[float, float | None, bool]:
-    """The scale, the rotary base (None for none) and whether values are turned."""
+) -> float:
+    """The scale."""
     check_offsets("offsets", offsets, q.shape[0], q.shape[0], q.device, values=validate or q.device.type == "cpu")
     if block not in BLOCKS:
         raise ValueError(f"block must be 16, 32, 64 or 128; got {block}")
     if activation is not None:
         check_activation(activation)
-    rope = _as_rope(rope)
     if rope is not None:
         rope.check(q)
-    scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)
-    return (scale, None, False) if rope is None else (scale, float(rope.base), rope.values)
+    return 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)
 
 
-def _choose(
-    q: Tensor, k: Tensor, block: int, activation: str | None, rope: Rope | float | None, backend: str | None
-) -> str:
+def _choose(q: Tensor, k: Tensor, block: int, activation: str | None, rope: Rope | None, backend: str | None) -> str:
     wanted = {
         f"block:{block}": True,
         f"activation:{activation}": activation is not None,
@@ -158,14 +154,6 @@ def _choose(
         "grouped": k.shape[1] != q.shape[1],
     }
     return dispatch.choose("block_attention", q, backend, tuple(f for f, on in wanted.items() if on))
-
-
-def _positions(q: Tensor, offsets: Tensor, rope: Rope | float | None) -> Tensor | None:
-    """None where a kernel may count from the block's start."""
-    rope = _as_rope(rope)
-    if rope is None or (rope.positions is None and not rope.values):
-        return None
-    return rope.at(q, offsets).float()
 
 
 def _reference(
@@ -176,13 +164,35 @@ def _reference(
     block: int,
     scale: float,
     activation: str | None,
-    rope: Rope | float | None,
+    rope: Rope | None,
 ) -> Tensor:
-    rope = _as_rope(rope)
     turn: dict[str, Any] = {}
     if rope is not None:
         turn = {"positions": rope.at(q, offsets), "base": rope.base, "values": rope.values}
     return reference.attention(q, k, v, offsets, block=block, scale=scale, activation=activation, **turn)
+
+
+# What the four operators below take after their tensors, and hand on to a backend but for its name.
+OPTIONS = (
+    "Tensor blocks, Tensor? positions, int block, float scale, str? activation, float? base, bool values, str backend"
+)
+
+
+def _options(
+    q: Tensor, offsets: Tensor, block: int, scale: float, activation: str | None, rope: Rope | None, backend: str
+) -> tuple[Any, ...]:
+    """The OPTIONS. No positions where a kernel may count from the block's start; no base without a rotary embedding."""
+    blocks = _blocks(offsets, q.shape[0], block)
+    if rope is None:
+        return blocks, None, block, scale, activation, None, False, backend
+    counted = rope.positions is None and not rope.values
+    positions = None if counted else rope.at(q, offsets).float()
+    return blocks, positions, block, scale, activation, float(rope.base), rope.values, backend
+
+
+def _run(part: str, tensors: tuple[Tensor, ...], options: tuple[Any, ...]) -> None:
+    *given, backend = options
+    getattr(dispatch.module("block_attention", backend), part)(*tensors, *given)
 
 
 @operator("block_list")
@@ -197,23 +207,10 @@ def _(offsets, total, block):  # type: ignore[no-untyped-def]
     return offsets.new_empty(total // block + offsets.shape[0], dtype=torch.int64)
 
 
-@operator("block_attention")
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: Tensor,
-    positions: Tensor | None,
-    block: int,
-    scale: float,
-    activation: str | None,
-    base: float | None,
-    values: bool,
-    backend: str,
-) -> Tensor:
+@operator("block_attention", f"(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> Tensor")
+def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    forward = dispatch.module("block_attention", backend).forward
-    forward(q, k, v, out, blocks, positions, block, scale, activation, base, values)
+    _run("forward", (q, k, v, out), options)
     return out
 
 
@@ -222,24 +219,13 @@ def _(q, *_rest):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape)
 
 
-@operator("block_attention_backward")
-def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: Tensor,
-    positions: Tensor | None,
-    block: int,
-    scale: float,
-    activation: str | None,
-    base: float | None,
-    values: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+@operator(
+    "block_attention_backward",
+    f"(Tensor dout, Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    backward = dispatch.module("block_attention", backend).backward
-    backward(dout, q, k, v, dq, dk, dv, blocks, positions, block, scale, activation, base, values)
+    _run("backward", (dout, q, k, v, dq, dk, dv), options)
     return dq, dk, dv
 
 
@@ -261,23 +247,11 @@ def _autograd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 _forward.register_autograd(_autograd, setup_context=_setup)
 
 
-@operator("block_attention_packed")
-def _packed(
-    qkv: Tensor,
-    kv_heads: int,
-    blocks: Tensor,
-    positions: Tensor | None,
-    block: int,
-    scale: float,
-    activation: str | None,
-    base: float | None,
-    values: bool,
-    backend: str,
-) -> Tensor:
+@operator("block_attention_packed", f"(Tensor qkv, int kv_heads, {OPTIONS}) -> Tensor")
+def _packed(qkv: Tensor, kv_heads: int, *options: Any) -> Tensor:
     q, k, v = _split(qkv, kv_heads)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    forward = dispatch.module("block_attention", backend).forward
-    forward(q, k, v, out, blocks, positions, block, scale, activation, base, values)
+    _run("forward", (q, k, v, out), options)
     return out
 
 
@@ -286,24 +260,10 @@ def _(qkv, kv_heads, *_rest):  # type: ignore[no-untyped-def]
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * kv_heads, qkv.shape[2])
 
 
-@operator("block_attention_packed_backward")
-def _packed_backward(
-    dout: Tensor,
-    qkv: Tensor,
-    kv_heads: int,
-    blocks: Tensor,
-    positions: Tensor | None,
-    block: int,
-    scale: float,
-    activation: str | None,
-    base: float | None,
-    values: bool,
-    backend: str,
-) -> Tensor:
+@operator("block_attention_packed_backward", f"(Tensor dout, Tensor qkv, int kv_heads, {OPTIONS}) -> Tensor")
+def _packed_backward(dout: Tensor, qkv: Tensor, kv_heads: int, *options: Any) -> Tensor:
     packed = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    backward = dispatch.module("block_attention", backend).backward
-    grads = _split(packed, kv_heads)
-    backward(dout, *_split(qkv, kv_heads), *grads, blocks, positions, block, scale, activation, base, values)
+    _run("backward", (dout, *_split(qkv, kv_heads), *_split(packed, kv_heads)), options)
     return packed
 
 

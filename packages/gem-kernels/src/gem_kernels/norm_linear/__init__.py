@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS
 from gem_kernels.norm_linear import reference
+from gem_kernels.norms import _backward as norm_backward
+from gem_kernels.norms import _forward as norm_forward
+from gem_kernels.norms import rms_norm
+from gem_kernels.operator import operator
 
 __all__ = ["linear_norm", "norm_linear"]
 
@@ -94,8 +97,6 @@ def linear_norm(
     """
     _check(x, gain, weight, bias, eps, gained=weight.shape[0] if weight.dim() == 2 else 0)
     if backend is None and weight.shape[0] > WIDEST:
-        from gem_kernels.norms import rms_norm
-
         wide = rms_norm(F.linear(x, weight, bias), gain, eps=eps)
         assert isinstance(wide, Tensor)
         return wide
@@ -131,7 +132,7 @@ def _check(x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
         raise ValueError(f"eps must be positive; got {eps}")
 
 
-@torch.library.custom_op("gem_kernels::norm_linear", mutates_args=())
+@operator("norm_linear")
 def _forward(x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str) -> Tensor:
     return dispatch.module("norm_linear", backend).forward(x, gain, weight, bias, eps)
 
@@ -149,21 +150,19 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, gain, weight = ctx.saved_tensors
-    norm = torch.ops.gem_kernels.norm
     dx = dgain = dweight = None
     if ctx.needs_input_grad[2]:
-        normal, _ = norm(x, None, gain, None, "rms", ctx.eps, False, "triton")
+        normal, _ = norm_forward(x, None, gain, None, "rms", ctx.eps, False, "triton")
         dweight = dy.T @ normal
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-        backward = torch.ops.gem_kernels.norm_backward
-        dx, dgain, _ = backward(dy @ weight, None, x, gain, None, "rms", ctx.eps, False, "triton")
+        dx, dgain, _ = norm_backward(dy @ weight, None, x, gain, None, "rms", ctx.eps, False, "triton")
     return dx, dgain, dweight, dy.sum(0) if ctx.bias else None, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)
 
 
-@torch.library.custom_op("gem_kernels::linear_norm", mutates_args=())
+@operator("linear_norm")
 def _after(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor | None, eps: float, backend: str) -> Tensor:
     return dispatch.module("norm_linear", backend).forward_after(x, weight, gain, bias, eps)
 
@@ -180,8 +179,7 @@ def _after_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _after_autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight, gain, bias = ctx.saved_tensors
-    backward = torch.ops.gem_kernels.norm_backward
-    dz, dgain, _ = backward(dy, None, F.linear(x, weight, bias), gain, None, "rms", ctx.eps, False, "triton")
+    dz, dgain, _ = norm_backward(dy, None, F.linear(x, weight, bias), gain, None, "rms", ctx.eps, False, "triton")
     dx = dz @ weight if ctx.needs_input_grad[0] else None
     dweight = dz.T @ x if ctx.needs_input_grad[1] else None
     return dx, dweight, dgain, None if bias is None else dz.sum(0), None, None
