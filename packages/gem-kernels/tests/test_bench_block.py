@@ -60,7 +60,7 @@ def test_rows_of_a_case(monkeypatch, device):
         "rounds": 1,
         "rep": 1,
         "ceilings": ceilings,
-        "skip": ("hopper", "default"),
+        "skip": ("hopper",),
     }
     rows = block.measure("window-64-4096", device, only="", peer_names=("none",), gate_only=False, **shared)
     assert [(row["variant"], row["pass"]) for row in rows] == [("triton", "forward"), ("triton", "backward")]

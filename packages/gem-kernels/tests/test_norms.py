@@ -204,8 +204,13 @@ def test_runs_are_equal_bit_by_bit(device, kind):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_programs_with_many_tiles(kind, device):
-    """As many rows as give every program of the backward pass several tiles, whose loads overlap."""
+    """As many rows as give every program of the backward pass several tiles, whose loads overlap, and a last one that
+    is not full.
+    """
     compare(operands((40_000, 128), kind, True, True, device, torch.float32), kind, False, "triton", 5e-6)
+    for rows, width in ((40_003, 256), (20_001, 384), (10_001, 1024), (2_001, 8192)):
+        given = operands((rows, width), kind, False, True, device, torch.bfloat16)
+        compare(given, kind, width == 384, "triton", TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize(("kind", "swish"), KINDS)

@@ -61,8 +61,10 @@ CASES = {  # in this order, so that a run that is cut short has the main ones
     "window-128-4096": _window(128, 4096),
     "window-256-4096": _window(256, 4096),
     "block-d128": Case(lengths=_full),
+    "block-d64": Case(lengths=_full, dim=64),
     "block-half-512-rope": Case(lengths=functools.partial(cases.half, 1152, 512), turned=True),
     "block-d128-silu-rope": Case(lengths=_full, turned=True, act="silu"),
+    "block-d64-silu-rope": Case(lengths=_full, dim=64, turned=True, act="silu"),
     "window-64-16384": _window(64, 16384),
     "window-256-16384": _window(256, 16384),
     "window-128-16384": _window(128, 16384),
@@ -116,49 +118,22 @@ def _windowed(
     return _attend(q, k, v, *where, window=window, backend=backend)
 
 
-class _Narrow(torch.autograd.Function):
-    """The Hopper kernels for narrow windows, whatever the dispatch picks."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, left: int) -> Tensor:
-        """Attention to `left` keys before a query and its own."""
-        from gem_kernels.jagged_attention import window
-
-        out, lse = window.forward(q, k, v, offsets, offsets, q.shape[2] ** -0.5, left, 0)
-        ctx.left = left
-        ctx.save_for_backward(q, k, v, out, lse, offsets)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """dQ, dK and dV."""
-        from gem_kernels.jagged_attention import window
-
-        q, k, v, out, lse, offsets = ctx.saved_tensors
-        dq, dk, dv = window.backward(
-            grads[0], None, q, k, v, out, lse, offsets, offsets, q.shape[2] ** -0.5, ctx.left, 0
-        )
-        return dq, dk, dv, None, None
-
-
 def ours(p: Problem) -> dict[str, tuple[Run, list[Tensor]]]:
-    """Our variants that run here, with their inputs: the packed one has q, k and v in one tensor."""
+    """The operator on every backend that runs it here, with its inputs: the packed form has q, k, v in one tensor."""
     case, offsets = p.case, p.offsets
-    found: dict[str, tuple[Run, list[Tensor]]] = {}
-    if case.window is not None:
-        where = offsets, offsets, p.longest, p.longest
-        for name in (None, "triton"):  # None: what the dispatch picks
-            run = functools.partial(_windowed, where=where, window=(case.window, 0), backend=name)
-            found[name or "default"] = run, p.inputs
-        if offsets.is_cuda and torch.cuda.get_device_capability(offsets.device)[0] == 9:
-            found["narrow"] = lambda q, k, v: _Narrow.apply(q, k, v, offsets, case.window), p.inputs  # type: ignore[no-untyped-call]
-        return found
+    op, feature = ("block_attention", f"block:{BLOCK}") if case.window is None else ("jagged_attention", "window")
     options: dict[str, Any] = {"block": BLOCK, "activation": case.act, "rope": BASE if case.turned else None}
+    found: dict[str, tuple[Run, list[Tensor]]] = {}
     for backend in ("hopper", "triton"):
         try:
-            dispatch.why("block_attention", p.inputs[0], backend, (f"block:{BLOCK}",))
+            dispatch.why(op, p.inputs[0], backend, (feature,))
         except RuntimeError as error:
             print(f"  {backend}: {error}")
+            continue
+        if case.window is not None:
+            where = offsets, offsets, p.longest, p.longest
+            run = functools.partial(_windowed, where=where, window=(case.window, 0), backend=backend)
+            found[backend] = run, p.inputs
             continue
         found[backend] = functools.partial(block_attention, offsets=offsets, backend=backend, **options), p.inputs
         if backend == "hopper":
