@@ -156,3 +156,23 @@ def test_mistakes_are_named():
             call()
     with pytest.raises(TypeError, match="int64"):
         gated_heads(packed.long(), 8, 2)
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_compiled_without_a_graph_break(readers, device):
+    positions = torch.arange(6, device=device)
+
+    def both(packed, weight, other, bias):
+        h, q = gated_heads(packed, 8, 2, weight, bias=bias, backend="triton")
+        turns = [Turn(positions=positions)]
+        parts = rotary_heads(packed, 2, [weight, other], turns=turns, readers=readers, bias=bias, backend="triton")
+        return h.sum() + q.square().sum() + sum((i + 1) * p.square().sum() for i, p in enumerate(parts))
+
+    shapes = ((6, 24), (4,), (4,), (24,))
+    leaves = [normal(*shape, seed=i, dtype=torch.float32, device=device) for i, shape in enumerate(shapes)]
+    expected = torch.autograd.grad(both(*leaves), leaves)
+    torch._dynamo.reset()
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=True)
+    got = torch.autograd.grad(compiled(*leaves), leaves)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

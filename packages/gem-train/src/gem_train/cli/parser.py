@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     _recipe(bench, "RECIPE|RUN", "a recipe, or a run folder, whose report then shows the figures")
     _measure(bench)
     bench.add_argument("--json", action="store_true", help="the same as JSON")
-    bench.add_argument("--compile", action="store_true", help="put the interleaved layers through torch.compile")
+    bench.add_argument("--compile", action="store_true", help="put what works on events through torch.compile")
     bench.add_argument(
         "--by", metavar="WHAT", choices=("layer", "kernel"), default="layer", help="layer (default), or kernel as well"
     )

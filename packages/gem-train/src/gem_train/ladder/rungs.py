@@ -28,7 +28,7 @@ class Rung:
         what: one sentence for the reader of the table.
         operators: changes of the operators that the rung before has.
         settings: `a.b=c` assignments, on top of the rung before; or what makes them of the recipe's configuration.
-        compile: whether the interleaved layers go through torch.compile.
+        compile: whether what works on events goes through torch.compile.
         on: the rung that it stands on, where that is not the one before.
         aside: the next rung goes on from the one before this, not from this.
         warm_up: steps that it needs before it is timed, where those of the call are fewer.
@@ -167,7 +167,7 @@ RUNGS = (
     ),
     Rung(
         name="torch varlen + torch.compile",
-        what="the interleaved layers of that rung through torch.compile",
+        what="what works on events in that rung, through torch.compile",
         compile=True,
         on="torch varlen",
         aside=True,
@@ -185,7 +185,7 @@ RUNGS = (
     ),
     Rung(
         name="ours + torch.compile",
-        what="the interleaved layers on our kernels, in BF16, through torch.compile",
+        what="what works on events on our kernels, in BF16, through torch.compile",
         compile=True,
         on="packed projections",
         aside=True,

@@ -103,7 +103,7 @@ def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
 
 
 def _capture(trainer: Trainer, batch: JaggedBatch, names: list[str]) -> dict[str, tuple[Any, Any]]:
-    """What each unit is called with in a forward pass, tensors as leaves. Compiled units run as they were written."""
+    """What each unit is called with in a forward pass, tensors as leaves."""
     caught: dict[str, tuple[Any, Any]] = {}
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -114,17 +114,12 @@ def _capture(trainer: Trainer, batch: JaggedBatch, names: list[str]) -> dict[str
 
     units = {name: trainer.model.module.get_submodule(name) for name in names}
     handles = [unit.register_forward_pre_hook(hook(name), with_kwargs=True) for name, unit in units.items()]
-    compiled = {name: unit._compiled_call_impl for name, unit in units.items()}
-    for unit in units.values():
-        unit._compiled_call_impl = None  # hooks would have it compiled again
     try:
         trainer.model.train()
         trainer.forward(batch)
     finally:
         for handle in handles:
             handle.remove()
-        for name, unit in units.items():
-            unit._compiled_call_impl = compiled[name]
     return caught
 
 

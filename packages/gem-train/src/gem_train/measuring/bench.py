@@ -21,6 +21,7 @@ import torch
 from gem_data import JaggedBatch
 from gem_lowprec import convert
 from gem_model import GEM
+from gem_model.sequence import SequenceLayer
 from gem_parallel import Topology
 from torch import nn
 
@@ -66,12 +67,15 @@ def batches(trainer: Trainer, fill: Mapping[str, int], count: int) -> Iterator[J
     return itertools.islice(endless(), count)
 
 
-def compile_layers(trainer: Trainer) -> None:
-    """Let torch.compile have the interleaved layers. Cannot be undone."""
+def compile_layers(trainer: Trainer, **options: Any) -> None:
+    """Let torch.compile have what works on events: the towers' sequence layers and poolings. Cannot be undone.
+
+    One graph of each serves all layers and sources. Whole interleaved layers take minutes to compile.
+    """
     torch._dynamo.reset()
-    for name in trainer.parts.units:
-        if name.startswith("layers."):
-            trainer.model.module.get_submodule(name).compile(dynamic=True)
+    for name, module in trainer.model.module.named_modules():
+        if isinstance(module, SequenceLayer) or name.endswith(".pma"):
+            module.compile(**{"dynamic": True, **options})
 
 
 def time_steps(trainer: Trainer, source: Iterator[JaggedBatch], *, warm_up: int = WARM_UP) -> StepTimes:
