@@ -311,7 +311,7 @@ def test_the_phases_of_a_step_are_logged_and_add_up(finished_run):
         assert all(seconds >= 0 for _, seconds in rank["phases"])
         inside = sum(seconds for name, seconds in rank["phases"] if name != "data")
         # Between the phases a busy machine may do something else.
-            assert inside == pytest.approx(steps[message["step"]]["step_s"], rel=0.1, abs=0.06)
+        assert inside == pytest.approx(steps[message["step"]]["step_s"], rel=0.1, abs=0.06)
         assert rank["flops"] > 0
 
 
