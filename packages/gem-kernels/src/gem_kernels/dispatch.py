@@ -116,6 +116,7 @@ def register(name: str, applies: Applies) -> None:
     _BACKENDS.clear()
     _BACKENDS.update({name: applies}, **others)
     _choose.cache_clear()
+    _name.cache_clear()
 
 
 def backends() -> tuple[str, ...]:
@@ -171,4 +172,14 @@ def choose(op: str, q: Tensor, backend: str | None, features: tuple[str, ...]) -
             range(q.shape[-1])
         )  # makes a number of what may be symbolic; kernels are built per head dimension
         return _constant(op, str(q.device), q.dtype, head_dim, features, backend)
-    return why(op, q, backend, features).backend
+    return _name(op, q.device, q.dtype, q.shape[-1], features, backend, interpreting())
+
+
+@functools.lru_cache(maxsize=1024)
+def _name(
+    op: str, device: torch.device, dtype: torch.dtype, head_dim: int, features: tuple[str, ...], backend: str | None,
+    interpret: bool,
+) -> str:  # fmt: skip
+    """`choose`, asked again and again: describing the problem takes the host longer than finding it in a cache."""
+    problem = Problem(op=op, device=device, dtype=dtype, head_dim=head_dim, features=frozenset(features))
+    return _choose(problem, backend, interpret).backend

@@ -155,6 +155,8 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, *args: 
             raise RuntimeError("Triton kernels run on CPU tensors only in the interpreter (TRITON_INTERPRET=1)")
         interpreter.install()
         guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    elif device.index in (None, torch.cuda.current_device()):  # a guard takes the host as long as half a launch
+        guard = contextlib.nullcontext()
     else:
         guard = torch.cuda.device(device)
     with guard:
