@@ -169,7 +169,7 @@ class _Speed:
             "local_mfu": None,
             "ne": None,
         }
-        if options.repeats and self.runtime.world == 1:
+        if options.repeats and self.runtime.world == 1 and not stand.compile:  # alone, layers might be compiled again
             batch = divided(next(batches(trainer, options.fill, 1)), config.optim.accumulate)[0]
             units = alone.time_units(trainer, batch, repeats=options.repeats)
             row["local_tflops"] = sum(u.flops for u in units) / sum(u.seconds for u in units) / 1e12

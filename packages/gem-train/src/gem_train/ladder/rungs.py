@@ -187,7 +187,7 @@ RUNGS = (
         name="ours + torch.compile",
         what="what works on events on our kernels, in BF16, through torch.compile",
         compile=True,
-        on="packed projections",
+        on="larger parts",
         aside=True,
         missing=_cuda,
     ),
