@@ -93,8 +93,10 @@ def table(world: int) -> list[Row]:
         Row(name="2-D FSDP, EP", config=replace(fast, experts=2, shard_group=max(2, world // 2))),
     ]
     if world >= 4:
-        inner = replace(fast, table_copies=2)
-        rows += [Row(name=f"tables {v}, 2 copies", config=replace(inner, table_strategy=v)) for v in ("v2", "v3")]
+        rows += [
+            Row(name=f"tables {v}, 2 copies", config=replace(fast, table_copies=2, table_strategy=v))
+            for v in ("v2", "v3")
+        ]
     return rows
 
 
@@ -122,7 +124,7 @@ class Bench:
             self.costs[:samples],
             self.world,
             method="bbs" if balanced else "none",
-            sub_batch=max(1, self.args.batch // 8),
+            sub_batch=max(1, samples // self.world // 8),
         )
 
     def batch(self, mine: np.ndarray, device: torch.device) -> RandomBatch:
@@ -261,6 +263,8 @@ def predicted(
         sync_every=config.table_sync_every,
     )
     batch = bench.args.batch // (world if row.strong else 1)
+    if row.payload:
+        spec = replace(spec, gather_bytes=1)
     found = predict(spec, topology, layout, batch, profile=profile)
     return {
         "ms": (found.step_s + (work - 1) * found.compute_s) * 1e3,

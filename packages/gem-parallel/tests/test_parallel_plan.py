@@ -13,7 +13,7 @@ from importlib.resources import files
 
 import numpy as np
 import pytest
-from gem_parallel import LayerSpec, ModelSpec, NothingFitsError, Profile, TableSpec, Tier, Topology, plan
+from gem_parallel import LayerSpec, ModelSpec, NothingFitsError, Profile, TableSpec, Tier, Topology, plan, predict
 from gem_parallel.planning.__main__ import main
 from gem_parallel.planning.cost import Group, Links
 from gem_parallel.planning.layout import Layout, memory, place_tables, step_ops
@@ -199,6 +199,11 @@ def test_a_step_is_compute_and_waits():
     assert best.step_s == pytest.approx(best.compute_s + sum(best.waits_s.values()))
     assert any("fsdp" in reason for reason in result.reasons)
     assert any("runner-up" in reason for reason in result.reasons)
+
+
+def test_a_layout_that_was_chosen_already():
+    best = plan(small(), cluster(), 64).best
+    assert predict(small(), cluster(), best.layout, 64) == best
 
 
 def test_a_trillion_parameters_on_4096_gpus_in_two_seconds():

@@ -147,7 +147,7 @@ class Profile:
 def _fit_units(rows: Iterable[Mapping[str, Any]]) -> tuple[UnitTime, ...]:
     points: dict[str, list[tuple[float, float, float]]] = {}
     for row in rows:
-        batch, forward, backward = (_number(row, key) for key in ("batch", "forward_ms", "backward_ms"))
+        batch, forward, backward = _number(row, "batch"), _time_ms(row, "forward_ms"), _time_ms(row, "backward_ms")
         points.setdefault(str(row.get("name", "")), []).append((batch, forward * 1e-3, backward * 1e-3))
     found = []
     for name, measured in points.items():
@@ -190,6 +190,11 @@ def _number(row: Mapping[str, Any], key: str) -> float:
     value = row.get(key)
     require(isinstance(value, int | float) and value > 0, f"a measurement's {key} must be > 0, got {value!r}")
     return float(value)  # type: ignore[arg-type]
+
+
+def _time_ms(row: Mapping[str, Any], key: str) -> float:
+    """A difference of two measurements may be nothing: a microsecond then."""
+    return 1e-3 if row.get(key) == 0 else _number(row, key)
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
