@@ -2,7 +2,8 @@
 
 HEADS heads of D dims, padded to HP and DP (powers of two), are a tile [BM, HP, DP] of BM rows. A slot is a part that is
 normed and turned: q or k; what is behind the slots, v, passes through. The sums of the weights' gradients are made as
-those of `gem_kernels.norms.triton`: program p adds up its own rows, then a second kernel the programs.
+those of `gem_kernels.norms.triton`: program p adds up every PARTS-th tile or so, and all of them together
+walk through memory side by side; then a second kernel adds up the programs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _gate_backward_kernel(
         sum_gate = tl.zeros((BM, BN), tl.float32)
         sum_up = tl.zeros((BM, BN), tl.float32)
     for i in tl.range(0, tiles, num_stages=STAGES):
-        row = (part * tiles + i) * BM + tl.arange(0, BM)
+        row = (i * (tl.num_programs(0) // CHUNKS).to(tl.int64) + part) * BM + tl.arange(0, BM)
         mask = (row < rows)[:, None] & inside[None, :]
         at = row[:, None] * packed_row + column[None, :]
         gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -205,7 +206,7 @@ def _heads_backward_kernel(
         if VALUES:
             sum_v = tl.zeros((BM, HP, DP), tl.float32)
     for i in tl.range(0, tiles, num_stages=STAGES):
-        row = (part * tiles + i) * BM + tl.arange(0, BM)
+        row = (i * tl.num_programs(0).to(tl.int64) + part) * BM + tl.arange(0, BM)
         inside = row < rows
         at, mask = _places(row, packed_row, inside, HEADS, HP, D, DP)
         to, _ = _places(row, dpacked_row, inside, HEADS, HP, D, DP)
