@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from gem_lowprec import LowPrecisionLinear, Products, convert
-from gem_lowprec.block_gemm import CONFIGS, split_of_k
+from gem_lowprec.block_gemm import CONFIGS, choose
 from gem_lowprec.linear import Clock
 from torch import nn
 
@@ -18,7 +18,7 @@ BUILD = r"""
 from gem_kernels.compile_check import build
 from gem_lowprec import block_gemm, norms, orientations
 
-wanted = ("fp8 block gemm 2x64x256", "both by hand fp8_1x128 row True col True sums", "norm to fp8 layer 512")
+wanted = ("fp8 block gemm 3x64x128 into bf16", "both orientations: gradient by hand", "norm to fp8 layer 512")
 for case in block_gemm.compile_cases() + orientations.compile_cases() + norms.compile_cases():
     if case.name in wanted:
         print(case.name, build(case, 90), sep=" | ")
@@ -26,23 +26,26 @@ for case in block_gemm.compile_cases() + orientations.compile_cases() + norms.co
 
 
 def test_kernels_build_for_hopper() -> None:
-    """Without spills; the product is made of E4M3 warpgroup instructions."""
+    """(Almost) without spills; the product is made of E4M3 warpgroup instructions."""
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", BUILD], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert len(lines) == 3, lines
-    assert all(re.search(r"spilled +0 B", line) for line in lines), lines
+    spilled = [int(re.search(r"spilled +(\d+) B", line)[1]) for line in lines]
+    assert max(spilled) <= 64, lines  # of a quantiser that three programs of an SM are worth more to
+    assert spilled[0] == 0
     assert "wgmma.mma_async.e4m3" in lines[0]
 
 
-def test_k_is_cut_where_few_tiles_would_leave_programs_idle() -> None:
-    assert split_of_k(tiles=4096, k_blocks=16, programs=132) == 1
-    assert split_of_k(tiles=32, k_blocks=512, programs=132) == 4
-    assert split_of_k(tiles=1, k_blocks=8, programs=132) == 1
-    for config in CONFIGS.values():
-        assert config.tile[0] % 64 == 0
-        assert config.tile[1] % 128 == 0
+def test_the_configuration_follows_the_shape() -> None:
+    """Few tiles leave programs idle: then K is cut, or the tile changes."""
+    assert choose(65536, 2048, 16, 132) == (CONFIGS["3x64x128"], 1)
+    config, splits = choose(1024, 1024, 512, 132)
+    height, width = config.tile
+    assert 100 < -(-1024 // height) * -(-1024 // width) * splits <= 264
+    assert choose(128, 128, 8, 132)[1] == 1
+    assert choose(1024, 1024, 512, 132, by_rows=True) == (CONFIGS["2x64x128"], 2)
 
 
 class Model(nn.Module):

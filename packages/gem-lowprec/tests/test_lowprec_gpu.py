@@ -157,7 +157,7 @@ def test_a_block_wise_layer_runs_natively(dtype, tokens, k, n):
         expected = (
             exact(x, FP8_1X128) @ exact(w, FP8_128X128).t() + layer.bias.detach().double(),
             exact(g, FP8_1X128) @ exact(w.t(), FP8_128X128).t(),
-            exact(g.t(), FP8_1X128) @ exact(x.t(), FP8_1X128).t(),
+            exact(g.t(), FP8_1X128) @ exact(x.t(), FP8_128X128).t(),
             g.double().sum(0),
         )
         for got, right in zip(found, expected, strict=True):
@@ -187,4 +187,5 @@ def test_a_norm_that_writes_fp8_trains_like_the_norm_and_the_layer(norm, wgrad):
         g = torch.randn(y.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).bfloat16()
         results.append((y, *torch.autograd.grad(y, (x, *fused.parameters()), g)))
     for got, right in zip(*results, strict=True):
-        assert relative(got, right.detach().double()) < 1e-2  # some BF16 numbers round the other way, and E4M3 then too
+        # The norm apart is rounded to BF16, which sends a few in a hundred to the neighbouring E4M3 number.
+        assert relative(got, right.detach().double()) < 3e-2

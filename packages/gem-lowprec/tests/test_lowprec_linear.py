@@ -17,7 +17,7 @@ QUANTISED = ["mxfp8", "mxfp8_square", "fp8_block", "fp8_row"]
 GEOMETRY = {  # (rows, k) of the two operands of a product, by what the second operand is; None is all
     "mxfp8": {"weight": ((1, 32), (1, 32)), "input": ((1, 32), (1, 32))},
     "mxfp8_square": {"weight": ((32, 32), (32, 32)), "input": ((32, 32), (32, 32))},
-    "fp8_block": {"weight": ((1, 128), (128, 128)), "input": ((1, 128), (1, 128))},
+    "fp8_block": {"weight": ((1, 128), (128, 128)), "input": ((1, 128), (128, 128))},
     "fp8_row": {"weight": ((1, None), (1, None)), "input": ((1, None), (1, None))},
 }
 

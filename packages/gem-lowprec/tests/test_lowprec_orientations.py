@@ -82,9 +82,8 @@ def test_norm_to_fp8(layer, rows, cols):
     variance = centred.square().mean(1, keepdim=True)
     y = centred / (variance + 1e-5).sqrt() * gain.double() + (0 if bias is None else bias.double())
     torch.testing.assert_close(norm.rstd.double(), (variance[:, 0] + 1e-5).rsqrt(), rtol=1e-5, atol=0)
-    expected = quantize(y.bfloat16(), FP8_1X128, backend="reference")
-    # The norm in float32 may round to the other BF16 number, and that to the other E4M3 number.
-    assert (q.data.float() != expected.data.float()).double().mean() < 2e-3
+    expected = quantize(y, FP8_1X128, backend="reference")
+    assert (q.data.float() != expected.data.float()).double().mean() < 1e-3  # float32 is near a boundary now and then
     assert (q.dequantize(torch.float64) - y).norm() < 0.04 * y.norm()
     both = quantize_both(x, norm=norm)
     assert same(both.row, q)

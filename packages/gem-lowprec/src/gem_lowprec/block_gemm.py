@@ -47,23 +47,35 @@ class GemmConfig:
         }  # fmt: skip
 
 
-# Larger tiles load less; scales for every column of C leave registers for the smaller one alone.
-BY_BLOCK = GemmConfig(consumers=2, rows=1, cols=2, stages=3, out=2)
-BY_ROWS = GemmConfig(consumers=2, rows=1, cols=1, stages=5, out=1)
 CONFIGS = {
-    "2x64x256": BY_BLOCK,
-    "2x128x128": GemmConfig(consumers=2, rows=2, cols=1, stages=3, out=2),
     "3x64x128": GemmConfig(consumers=3, rows=1, cols=1, stages=4, out=1),
-    "2x64x128": BY_ROWS,
+    "2x64x256": GemmConfig(consumers=2, rows=1, cols=2, stages=3, out=2),
+    "2x128x128": GemmConfig(consumers=2, rows=2, cols=1, stages=3, out=2),
+    "2x64x128": GemmConfig(consumers=2, rows=1, cols=1, stages=5, out=1),
 }
+# Scales for every column of C leave registers for the smallest tile alone.
+BY_ROWS = CONFIGS["2x64x128"]
+# Of the others, with what a step of a tile costs for each element of it (measured, docs/notes/lowprec.md).
+BY_BLOCK = {"3x64x128": 1.0, "2x64x256": 1.06}
 
 
-def split_of_k(tiles: int, k_blocks: int, programs: int) -> int:
-    """Into how many parts K is cut, so that few tiles fill the SMs: the fewest steps of the busiest program, where a
-    part costs about four steps more (its result is written in float32 and added up).
+def choose(m: int, n: int, k_blocks: int, sms: int, *, by_rows: bool = False) -> tuple[GemmConfig, int]:
+    """The configuration and into how many parts K is cut: what the busiest program does is least.
+
+    A part costs about four steps more than its share of K: its result is written in float32 and added up.
     """
-    most = max(1, min(32, k_blocks // 8))
-    return min(range(1, most + 1), key=lambda s: -(-tiles * s // programs) * (-(-k_blocks // s) + 4 * (s > 1)))
+    best: tuple[float, GemmConfig, int] | None = None
+    for name, cost in {"2x64x128": 1.0}.items() if by_rows else BY_BLOCK.items():
+        config = CONFIGS[name]
+        height, width = config.tile
+        tiles = -(-m // height) * -(-n // width)
+        for splits in range(1, max(1, min(32, k_blocks // 8)) + 1):
+            steps = -(-tiles * splits // sms) * (-(-k_blocks // splits) + 4 * (splits > 1))
+            time = steps * cost * height * width
+            if best is None or time < best[0]:
+                best = time, config, splits
+    assert best is not None
+    return best[1:]
 
 
 @functools.cache
@@ -132,8 +144,9 @@ def block_matmul(
     """C[M, N] = A[M, K] B[N, K]^T + bias as `dtype`, of E4M3 operands; each 128 of K is added up in float32.
 
     `a` has a scale for each row and 128 of K (FP8_1X128), `b` the same or one for each 128 x 128 (FP8_128X128).
-    `bias` [N]. `dtype` is bfloat16, float16 or float32. K is cut into `splits` parts, chosen by shape if not given;
-    the result does not depend on the order in which programs finish. Raises ValueError for operands that do not fit.
+    `bias` [N]. `dtype` is bfloat16, float16 or float32. `config` and the number of parts that K is cut into, `splits`,
+    are chosen by shape if not given; the result does not depend on the order in which programs finish. Raises
+    ValueError for operands that do not fit.
     """
     from gem_lowprec.hopper import gemm_kernel
 
@@ -153,10 +166,11 @@ def block_matmul(
         return out if bias is None else out + bias.to(dtype)
     a, b = operand(a), operand(b)
     by_rows = b.spec.block[0] == 1
-    config = config or (BY_ROWS if by_rows else BY_BLOCK)
+    k_blocks, sms = -(-k // DEPTH), programs(a.data.device)
+    chosen, parts = choose(m, n, k_blocks, sms, by_rows=by_rows)
+    config, splits = config or chosen, splits or parts
     height, width = config.tile
-    tiles, k_blocks, sms = -(-m // height) * -(-n // width), -(-k // DEPTH), programs(a.data.device)
-    splits = splits or split_of_k(tiles, k_blocks, sms)
+    tiles = -(-m // height) * -(-n // width)
     kind = torch.float32 if splits > 1 else dtype
     by_tma = kind != torch.float32 and n % 8 == 0
     out = a.data.new_empty((splits, m, n), dtype=kind)
@@ -178,9 +192,7 @@ def block_matmul(
 
 
 def compile_cases() -> list[CompileCase]:
-    """What can be built without a GPU: the configurations, with block scales into BF16 and with row scales into
-    float32.
-    """
+    """What can be built without a GPU: all configurations into BF16, those that are chosen also into float32."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from gem_lowprec.hopper import gemm_kernel
@@ -196,17 +208,18 @@ def compile_cases() -> list[CompileCase]:
         "c_desc": desc("bf16", (64, 128), torch.bfloat16),
     }
     cases = []
-    for name, config in CONFIGS.items():
-        for by_rows in (False, True) if config is BY_ROWS else (False,):
-            constants = config.constants(by_rows=by_rows, bias=not by_rows, by_tma=not by_rows)
-            types = {a: "constexpr" if a in constants else "i32" for a in gemm_kernel.arg_names}
-            types |= descriptors
-            types |= {"c_ptr": "*fp32" if by_rows else "*bf16", "sb_ptr": "*fp32", "bias_ptr": "*bf16"}
-            cases.append(
-                CompileCase(
-                    name=f"fp8 block gemm {name}{' by rows' if by_rows else ''}", kernel=gemm_kernel, signature=types,
-                    constants=constants, tile=Tile(bm=config.tile[0], bn=config.tile[1]),
-                    divisible=("c_ptr", "sb_ptr", "bias_ptr"), arch=(90,), source=GluonASTSource,
-                )
-            )  # fmt: skip
+    wanted = [(name, False, True) for name in CONFIGS] + [(name, False, False) for name in BY_BLOCK]
+    for name, by_rows, by_tma in [*wanted, ("2x64x128", True, False)]:
+        config = CONFIGS[name]
+        constants = config.constants(by_rows=by_rows, bias=by_tma, by_tma=by_tma)
+        types = {a: "constexpr" if a in constants else "i32" for a in gemm_kernel.arg_names}
+        types |= descriptors
+        types |= {"c_ptr": "*bf16" if by_tma else "*fp32", "sb_ptr": "*fp32", "bias_ptr": "*bf16"}
+        cases.append(
+            CompileCase(
+                name=f"fp8 block gemm {name}{' by rows' if by_rows else ''} into {'bf16' if by_tma else 'float32'}",
+                kernel=gemm_kernel, signature=types, constants=constants,
+                divisible=("c_ptr", "sb_ptr", "bias_ptr", "N"), tile=Tile(bm=config.tile[0], bn=config.tile[1]), arch=(90,), source=GluonASTSource,
+            )
+        )  # fmt: skip
     return cases

@@ -145,7 +145,7 @@ def quantize_gathers(model: nn.Module) -> Gathers:
         if why is not None:
             rows.append(Gather(name=name, shape=shape, payload=None, nbytes=0, bf16_nbytes=0, why=why))
             continue
-        spec = spec_for(layer.products.forward, "weight")
+        spec = spec_for(layer.products.forward, second=True)
         assert spec is not None
         assert isinstance(layer.weight, DTensor)
         _attach(layer.weight, spec)
@@ -178,7 +178,7 @@ def _why_not(layer: LowPrecisionLinear, uses: int) -> str | None:
     why = _unfit(layer.products)
     if why is not None:
         return why
-    weight, spec = layer.weight, spec_for(layer.products.forward, "weight")
+    weight, spec = layer.weight, spec_for(layer.products.forward, second=True)
     assert spec is not None
     if not isinstance(weight, DTensor):
         return "the weight is not sharded"
@@ -216,6 +216,6 @@ def _attach(weight: DTensor, spec: QuantSpec) -> None:
 def _keep(layer: nn.Module, incompatible: object) -> None:
     """After load_state_dict(assign=True) the parameter is a new one."""
     assert isinstance(layer, LowPrecisionLinear)
-    weight, spec = layer.weight, spec_for(layer.products.forward, "weight")
+    weight, spec = layer.weight, spec_for(layer.products.forward, second=True)
     if isinstance(weight, DTensor) and not isinstance(weight._local_tensor, _Shard) and spec is not None:
         _attach(weight, spec)

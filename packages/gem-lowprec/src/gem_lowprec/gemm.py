@@ -7,8 +7,10 @@ Precisions:
   E4M3 times a power of two is exact in float32, and in BF16 down to 2^-133, so the operands are dequantised without
   error and the product has MXFP8's numerics at the speed of a BF16 (CUDA) or float32 GEMM plus the quantisation.
 - "mxfp8_square": the same with one scale per 32 x 32 square, so a matrix has the same values in both orientations.
-- "fp8_block": E4M3 with a power of two per 1 x 128 along K for activations and gradients and per 128 x 128 for weights.
-  Runs in our own kernel on Hopper (`gem_lowprec.block_gemm`), else it is emulated with the same operands.
+- "fp8_block": E4M3 with a power of two per 1 x 128 along K for the first operand (an input, or a gradient) and per
+  128 x 128 for the second (a weight, or in the weight's gradient the input: a scale for each column of the result
+  would take registers that larger tiles need). Runs in our own kernel on Hopper (`gem_lowprec.block_gemm`), else it is
+  emulated with the same operands.
 - "fp8_row": E4M3 with a power of two per row of A and of B. Runs in torch._scaled_mm on CUDA of compute capability 8.9
   and up, else it is emulated.
 
@@ -57,19 +59,19 @@ class Engine:
     why: str
 
 
-def spec_for(precision: str, role: str) -> QuantSpec | None:
-    """The specification an operand of that role is quantised to; None for "bf16"."""
+def spec_for(precision: str, *, second: bool) -> QuantSpec | None:
+    """The specification that the first or the second operand of a product is quantised to; None for "bf16"."""
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}; expected one of {', '.join(PRECISIONS)}")
     if precision == "fp8_block":
-        return FP8_128X128 if role == "weight" else FP8_1X128
+        return FP8_128X128 if second else FP8_1X128
     return {"bf16": None, "mxfp8": MXFP8, "mxfp8_square": MXFP8_SQUARE, "fp8_row": FP8_ROW}[precision]
 
 
 def engine(precision: str, device: torch.device | str) -> Engine:
     """What `product` runs `precision` in on `device`, and why."""
     device = torch.device(device)
-    if spec_for(precision, "input") is None:
+    if spec_for(precision, second=False) is None:
         return Engine(name="unquantised", why="runs in the operands' dtype")
     if precision == "fp8_row":
         missing = _no_scaled_mm(device)
@@ -95,11 +97,11 @@ def product(
     `observe` is called with (role, the tensor that is quantised, its quantisation) for each operand. An operand that
     arrives quantised as `precision` asks is used as it is and not observed; otherwise its dequantised values are used.
     """
-    if bias is not None and not (precision == "fp8_block" and _no_block_kernel(a.value.device) is None):
+    if bias is not None and not _adds_bias(precision, a.value.device, dtype, bias):
         out = product(a, b, precision, dtype, signs=signs, block=block, observe=observe)
         return out + bias.to(out.dtype)
-    a, b = _open(a, precision, signs), _open(b, precision, signs)
-    spec_a, spec_b = spec_for(precision, a.role), spec_for(precision, b.role)
+    a, b = _open(a, precision, signs, second=False), _open(b, precision, signs, second=True)
+    spec_a, spec_b = spec_for(precision, second=False), spec_for(precision, second=True)
     # Autocast is off inside, as it would round the operands of a float32 GEMM to BF16.
     with torch.autocast(a.value.device.type, enabled=False):
         if spec_a is None or spec_b is None:
@@ -117,18 +119,26 @@ def product(
 
             return block_matmul(qa, qb, dtype if dtype in OUTPUTS else torch.float32, bias).to(dtype)
         if precision == "fp8_row":
-            return _row_wise_native(qa, qb, dtype) if runs.name == "native" else _row_wise_emulated(qa, qb, dtype)
+            native = runs.name == "native"
+            return _row_wise_native(qa, qb, dtype, bias) if native else _row_wise_emulated(qa, qb, dtype)
         exact_in_bf16 = spec_a.scale != "float32" and a.value.is_cuda
         return _matmul(qa, qb, torch.bfloat16 if exact_in_bf16 else torch.float32, dtype)
 
 
-def _open(operand: Operand, precision: str, signs: Tensor | None) -> Operand:
+def _adds_bias(precision: str, device: torch.device, dtype: torch.dtype, bias: Tensor) -> bool:
+    """Whether the kernel of that precision adds a bias itself."""
+    if precision == "fp8_row":
+        return _no_scaled_mm(device) is None and dtype == bias.dtype == torch.bfloat16
+    return precision == "fp8_block" and _no_block_kernel(device) is None
+
+
+def _open(operand: Operand, precision: str, signs: Tensor | None, *, second: bool) -> Operand:
     """The operand, dequantised unless its quantisation is the one that is asked for."""
     q = operand.quantized
     if q is None:
         return operand
     # Square blocks are the same along either dimension.
-    if signs is None and q.spec == spec_for(precision, operand.role) and (q.dim == -1 or q.spec.symmetric):
+    if signs is None and q.spec == spec_for(precision, second=second) and (q.dim == -1 or q.spec.symmetric):
         return operand
     return replace(operand, value=q.dequantize(), quantized=None)
 
@@ -160,14 +170,15 @@ def _row_wise_emulated(qa: QTensor, qb: QTensor, dtype: torch.dtype) -> Tensor:
     return ((qa.values() @ qb.values().t()) * qa.scale * qb.scale.t()).to(dtype)
 
 
-def _row_wise_native(qa: QTensor, qb: QTensor, dtype: torch.dtype) -> Tensor:
+def _row_wise_native(qa: QTensor, qb: QTensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """The same by torch._scaled_mm on CUDA."""
     n = qb.shape[0]
     # The kernel wants K and N in multiples of 16; zeros change nothing along K and are cut off along N.
     a, b = _pad16(qa.data, rows=False), _pad16(qb.data, rows=True)
     scale_a, scale_b = qa.scale, pad(qb.scale.t(), (0, -n % 16), value=1.0).contiguous()
     if dtype == torch.bfloat16:
-        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)[:, :n]
+        bias = None if bias is None else pad(bias, (0, -n % 16))
+        return torch._scaled_mm(a, b.t(), bias=bias, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)[:, :n]
     # The row-wise kernel returns BF16 alone; with unit scales the float32 sum comes out whole and is scaled here.
     one = torch.ones((), device=a.device)
     out = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)

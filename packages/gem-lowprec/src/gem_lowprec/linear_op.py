@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gem_lowprec.products import Plan, Products, backward, forward
-from gem_lowprec.quantize import FP8_1X128, QTensor
+from gem_lowprec.quantize import FP8_128X128, QTensor
 
 
 @lru_cache(maxsize=256)
@@ -55,7 +55,7 @@ def _(x, weight, bias, clock, seed, stream, settings, keep):  # type: ignore[no-
     if keep and _keeps_transposed(x, settings):
         rows, cols = x.shape
         data = x.new_empty(cols, -(-rows // 16) * 16, dtype=torch.uint8)[:, :rows]
-        scale = x.new_empty(-(-rows // 128), -(-cols // 4) * 4, dtype=torch.float32)[:, :cols].t()
+        scale = x.new_empty(-(-rows // 128), -(-cols // 128), dtype=torch.float32).t()
     return out, data, scale, torch.empty_like(clock)
 
 
@@ -74,7 +74,7 @@ def _linear_backward_op(
     kept: Tensor | QTensor = x
     if data.numel():
         kept = QTensor(
-            data=data.view(torch.float8_e4m3fn), scale=scale, spec=FP8_1X128, dim=-1, dtype=grad.dtype,
+            data=data.view(torch.float8_e4m3fn), scale=scale, spec=FP8_128X128, dim=-1, dtype=grad.dtype,
             shape=torch.Size((weight.shape[1], grad.shape[0])),
         )  # fmt: skip
     dtype = None if bias is None else bias.dtype

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from gem_lowprec.linear import LowPrecisionLinear
 from gem_lowprec.products import Plan, backward
-from gem_lowprec.quantize import QTensor
+from gem_lowprec.quantize import FP8_128X128, QTensor
 
 
 class _NormLinear(torch.autograd.Function):
@@ -47,7 +47,8 @@ class _NormLinear(torch.autograd.Function):
         n: Tensor | QTensor = x
         if of_weight and plan.has_wgrad:
             if plan.blockwise("wgrad", x) and not plan.products.stochastic:
-                col = quantize_both(x, row=False, norm=Norm(gain=gain, bias=shift, rstd=rstd, mean=mean)).col
+                norm = Norm(gain=gain, bias=shift, rstd=rstd, mean=mean)
+                col = quantize_both(x, FP8_128X128, row=False, norm=norm).col
                 assert col is not None
                 n = col
             else:

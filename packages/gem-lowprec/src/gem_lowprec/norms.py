@@ -17,12 +17,14 @@ import triton.language as tl
 from gem_kernels.tiling import CompileCase, Tile, launch
 from torch import Tensor
 
-from gem_lowprec.formats import E4M3
-from gem_lowprec.kernels import DTYPES, _scale_of, hardware
+from gem_lowprec.formats import E4M3, ScaleMode
+from gem_lowprec.kernels import DTYPES, _scale_of, hardware, threshold
 from gem_lowprec.orientations import BLOCK, Norm, _scaled, normalised, scale_constants
 from gem_lowprec.quantize import FP8_1X128, QTensor, QuantSpec
 
 WIDEST = 8192
+BY_HAND = 2048  # up to this width a warp can hold a row
+ELEMENTS, WARPS = 2048, 2  # of a program: rows stay inside a warp or two, and enough programs share an SM
 
 
 @triton.jit(do_not_specialize=["rows", "pitch"])
@@ -48,7 +50,7 @@ def _norm_rows(
         tl.store(mean_ptr + r, tl.reshape(mean, [TR]), mask=r < rows)
     rstd = tl.rsqrt(tl.sum(centred * centred, 1) / cols + eps)
     tl.store(rstd_ptr + r, rstd, mask=r < rows)
-    y = normalised(x, mean, rstd[:, None], gain, bias, x_ptr.dtype.element_ty, NORM)
+    y = normalised(x, mean, rstd[:, None], gain, bias, NORM)
     y = tl.where(inside, y, 0.0)
 
     y = tl.reshape(y, [TR, TK // B, B])
@@ -63,11 +65,11 @@ def _norm_rows(
 
 def _constants(cols: int, spec: QuantSpec, *, layer: bool, hardware: bool) -> tuple[dict[str, Any], Tile]:
     width = max(BLOCK, triton.next_power_of_2(cols))
-    height = max(1, 8192 // width)  # 64 elements a thread
+    height = max(1, ELEMENTS // width)
     constants = {
         "TR": height, "TK": width, "B": BLOCK, **scale_constants(spec), "NORM": 2 if layer else 1, "HARDWARE": hardware,
     }  # fmt: skip
-    return constants, Tile(bm=height, bn=width, warps=4)
+    return constants, Tile(bm=height, bn=width, warps=max(WARPS, height * width // 1024))
 
 
 def norm_quantize(
@@ -75,9 +77,9 @@ def norm_quantize(
 ) -> tuple[QTensor, Norm]:  # fmt: skip
     """Q(norm(x)) along the features and what the norm found: a layer norm with `bias` given, else an RMS norm.
 
-    x [R, C] float32, bfloat16 or float16, C up to 8192; gain and bias [C]. The normalised rows are rounded to the dtype
-    of x before they are quantised, as if a norm had written them. On CUDA or in Triton's interpreter. Raises ValueError
-    or TypeError for what does not fit.
+    x [R, C] float32, bfloat16 or float16, C up to 8192; gain and bias [C]. The normalised rows are quantised from
+    float32: they are not rounded to the dtype of x in between, as those that a norm has written are. On CUDA or in
+    Triton's interpreter. Raises ValueError or TypeError for what does not fit.
     """
     if spec.element is not E4M3 or spec.block != (1, BLOCK) or spec.scale == "e8m0":
         raise ValueError(f"norm_quantize takes E4M3 in blocks of 1 x 128 with float32 scales, got {spec}")
@@ -100,30 +102,62 @@ def norm_quantize(
     scale = x.new_empty((-(-cols // BLOCK), pitch), dtype=torch.float32)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(rstd)
-    constants, tile = _constants(cols, spec, layer=bias is not None, hardware=hardware(x.device))
-    launch(
-        _norm_rows, -(-rows // tile.bm), x.device, tile, x, gain, gain if bias is None else bias, data, scale,
-        rstd if mean is None else mean, rstd, rows, cols, x.stride(0), line, pitch, eps, **constants,
+    arguments = (
+        x, gain, gain if bias is None else bias, data, scale, rstd if mean is None else mean, rstd, rows, cols,
+        x.stride(0), line, pitch, eps,
     )  # fmt: skip
+    if hardware(x.device) and cols <= BY_HAND and spec.scale == "pow2":
+        _by_hand(x, arguments, layer=bias is not None, mode=spec.mode)
+    else:
+        constants, tile = _constants(cols, spec, layer=bias is not None, hardware=hardware(x.device))
+        launch(_norm_rows, -(-rows // tile.bm), x.device, tile, *arguments, **constants)
     q = QTensor(
         data=data.view(E4M3.dtype)[:, :cols], scale=scale[:, :rows].t(), spec=spec, dim=-1, shape=x.shape, dtype=x.dtype
     )  # fmt: skip
     return q, Norm(gain=gain, bias=bias, rstd=rstd, mean=mean)
 
 
+def _hand_constants(cols: int, *, layer: bool, mode: ScaleMode) -> dict[str, Any]:
+    width = max(256, triton.next_power_of_2(cols))
+    return {
+        "RW": max(1, ELEMENTS // (2 * width)), "TK": width, "THRESHOLD": threshold(E4M3, mode), "EMAX": E4M3.emax,
+        "NORM": 2 if layer else 1,
+    }  # fmt: skip
+
+
+def _by_hand(x: Tensor, arguments: tuple[Any, ...], *, layer: bool, mode: ScaleMode) -> None:
+    """The same by the Gluon kernel."""
+    from gem_lowprec.tiles import norm_kernel
+
+    constants = _hand_constants(x.shape[1], layer=layer, mode=mode)
+    programs = -(-x.shape[0] // (4 * constants["RW"]))
+    if programs:
+        with torch.cuda.device_of(x):
+            norm_kernel[(programs,)](*arguments, **constants, num_warps=4)
+
+
 def compile_cases() -> list[CompileCase]:
     """What `compile_check` builds without a GPU."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from gem_lowprec.tiles import norm_kernel
+
     cases = []
-    for cols, layer in ((512, True), (1024, False), (4096, True)):
-        constants, tile = _constants(cols, FP8_1X128, layer=layer, hardware=True)
-        types = {n: "constexpr" if n in constants else "i32" for n in _norm_rows.arg_names}
+    for cols, layer in ((512, True), (1024, False), (2048, True), (4096, True)):
+        by_hand = cols <= BY_HAND
+        kernel = norm_kernel if by_hand else _norm_rows
+        if by_hand:
+            constants, tile = _hand_constants(cols, layer=layer, mode=FP8_1X128.mode), Tile(bm=1, bn=cols, warps=4)
+        else:
+            constants, tile = _constants(cols, FP8_1X128, layer=layer, hardware=True)
+        types = {n: "constexpr" if n in constants else "i32" for n in kernel.arg_names}
         types |= dict.fromkeys(("gain_ptr", "bias_ptr", "scale_ptr", "mean_ptr", "rstd_ptr"), "*fp32")
         types |= {"x_ptr": "*bf16", "data_ptr": "*u8", "eps": "fp32"}
         cases.append(
             CompileCase(
-                name=f"norm to fp8 {'layer' if layer else 'rms'} {cols}", kernel=_norm_rows, signature=types,
-                constants=constants, tile=tile, arch=(90, 100),
-                divisible=tuple(n for n in _norm_rows.arg_names if n.endswith(("_ptr", "x_row", "cols", "data_row"))),
+                name=f"norm to fp8 {'layer' if layer else 'rms'} {cols}", kernel=kernel, signature=types,
+                constants=constants, tile=tile, arch=(90,), source=GluonASTSource if by_hand else None,
+                divisible=tuple(n for n in kernel.arg_names if n.endswith(("_ptr", "x_row", "cols", "data_row"))),
             )
         )  # fmt: skip
     return cases

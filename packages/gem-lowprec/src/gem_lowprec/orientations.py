@@ -12,7 +12,7 @@ by side, the pitch a multiple of 4 so that every line starts at 16 bytes. Lines 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from gem_lowprec.quantize import FP8_1X128, FP8_128X128, QTensor, QuantSpec
 
 BLOCK = 128
 LINES = ("_ptr", "x_row", "row_row", "cols", "col_row")  # multiples of 16
-REGISTERS: int | None = None
+REGISTERS = 168  # three programs of four warps on an SM
 
 
 @triton.jit
@@ -37,13 +37,11 @@ def _scaled(x, scale, code, SCALE: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def normalised(x, mean, rstd, gain, bias, dtype: tl.constexpr, NORM: tl.constexpr):
-    """(x - mean) * rstd * gain + bias, rounded to `dtype` as a norm of its own would write it; NORM: 1 RMS, 2 layer."""
+def normalised(x, mean, rstd, gain, bias, NORM: tl.constexpr):
+    """(x - mean) * rstd * gain + bias; NORM: 1 RMS, 2 layer."""
     if NORM == 2:
-        x = (x - mean) * rstd * gain + bias
-    else:
-        x = x * rstd * gain
-    return x.to(dtype).to(tl.float32)
+        return (x - mean) * rstd * gain + bias
+    return x * rstd * gain
 
 
 @triton.jit(do_not_specialize=["rows", "row_pitch", "col_pitch"])
@@ -51,10 +49,10 @@ def _both(
     x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
     rows, cols, x_row, row_row, row_pitch, col_row, col_pitch,
     B: tl.constexpr, TR: tl.constexpr, LIMIT: tl.constexpr, THRESHOLD: tl.constexpr, EMAX: tl.constexpr,
-    SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, SQUARE: tl.constexpr, SUMS: tl.constexpr,
-    NORM: tl.constexpr, HARDWARE: tl.constexpr,
+    SCALE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, SUMS: tl.constexpr, NORM: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One tile [TR, B] per program; TR = B unless only rows are quantised."""
+    """One tile [TR, B] per program; TR = B unless only rows are quantised. ROW, COL: see `_way`."""
     across = tl.cdiv(cols, B)
     tile_row, tile_col = tl.program_id(0) // across, tl.program_id(0) % across
     r = tile_row * TR + tl.arange(0, TR)
@@ -70,7 +68,7 @@ def _both(
         if NORM == 2:
             mean = tl.load(mean_ptr + r, mask=r < rows, other=0.0)[:, None]
             bias = tl.load(bias_ptr + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
-        x = tl.where(inside, normalised(x, mean, rstd, gain, bias, x_ptr.dtype.element_ty, NORM), 0.0)
+        x = tl.where(inside, normalised(x, mean, rstd, gain, bias, NORM), 0.0)
     # Whole lines are stored, the zeros at their ends too: they are known to be multiples of 16, so the stores are wide.
     to_row = row_ptr + r64[:, None] * row_row + c[None, :]
     in_row = (r[:, None] < rows) & (c[None, :] < row_row)
@@ -79,27 +77,30 @@ def _both(
     size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if SUMS:
         tl.store(sum_ptr + tile_row.to(tl.int64) * cols + c, tl.sum(x, 0), mask=c < cols)
-    if SQUARE:
+    if ROW == 2 or COL == 2:
         amax = tl.max(tl.max(size, 1), 0)
-        scale, code = _scale_of(amax + tl.zeros([1, 1], tl.int32), LIMIT, THRESHOLD, EMAX, SCALE)
-        data = _scaled(x, scale, code, SCALE, HARDWARE)
-        if ROW:
-            tl.store(to_row, data, mask=in_row)
-        if COL:
-            tl.store(to_col, tl.trans(data), mask=in_col)
+        whole, whole_code = _scale_of(amax + tl.zeros([1, 1], tl.int32), LIMIT, THRESHOLD, EMAX, SCALE)
         one = tl.arange(0, 1)
-        tl.store(row_scale_ptr + tile_row * row_pitch + tile_col + one[:, None] + one[None, :], scale)
-    else:
-        if ROW:
+        at = one[:, None] + one[None, :]
+    if ROW:
+        if ROW == 2:
+            data = _scaled(x, whole, whole_code, SCALE, HARDWARE)
+            tl.store(row_scale_ptr + tile_row * row_pitch + tile_col + at, whole)
+        else:
             scale, code = _scale_of(tl.max(size, 1), LIMIT, THRESHOLD, EMAX, SCALE)
             data = _scaled(x, scale[:, None], code[:, None], SCALE, HARDWARE)
-            tl.store(to_row, data, mask=in_row)
             tl.store(row_scale_ptr + tile_col.to(tl.int64) * row_pitch + r, scale, mask=r < rows)
-        if COL:
+        tl.store(to_row, data, mask=in_row)
+    if COL:
+        if COL == 2:
+            data = _scaled(x, whole, whole_code, SCALE, HARDWARE)
+            if ROW != 2:
+                tl.store(col_scale_ptr + tile_row * col_pitch + tile_col + at, whole)
+        else:
             scale, code = _scale_of(tl.max(size, 0), LIMIT, THRESHOLD, EMAX, SCALE)
             data = _scaled(x, scale[None, :], code[None, :], SCALE, HARDWARE)
-            tl.store(to_col, tl.trans(data), mask=in_col)
             tl.store(col_scale_ptr + tile_row.to(tl.int64) * col_pitch + c, scale, mask=c < cols)
+        tl.store(to_col, tl.trans(data), mask=in_col)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,31 +142,42 @@ def scale_constants(spec: QuantSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _way(spec: QuantSpec | None) -> int:
+    """0 for nothing, 1 for blocks of 1 x 128, 2 for those of 128 x 128."""
+    return 0 if spec is None else 2 if spec.block[0] == BLOCK else 1
+
+
 def _constants(
-    spec: QuantSpec, *, row: bool, col: bool, sums: bool, hardware: bool, norm: int = 0
+    row: QuantSpec | None, col: QuantSpec | None, *, sums: bool, hardware: bool, norm: int = 0
 ) -> tuple[dict[str, Any], Tile]:  # fmt: skip
-    square = spec.block[0] == BLOCK
-    height = BLOCK if col or square or sums else 64
+    ways = {"ROW": _way(row), "COL": _way(col)}
+    spec = row or col or FP8_1X128
+    height = BLOCK if col or sums or 2 in ways.values() else 64
     constants = {
-        "B": BLOCK, "TR": height, **scale_constants(spec), "ROW": row, "COL": col, "SQUARE": square, "SUMS": sums,
-        "NORM": norm, "HARDWARE": hardware,
+        "B": BLOCK, "TR": height, **scale_constants(spec), **ways, "SUMS": sums, "NORM": norm, "HARDWARE": hardware,
     }  # fmt: skip
     return constants, Tile(bm=height, bn=BLOCK, warps=8 if height == BLOCK else 4)
 
 
 def quantize_both(
-    x: Tensor, spec: QuantSpec = FP8_1X128, *, row: bool = True, col: bool = True, sums: bool = False,
-    norm: Norm | None = None,
+    x: Tensor, spec: QuantSpec = FP8_1X128, *, row: bool = True, col: bool = True, col_spec: QuantSpec | None = None,
+    sums: bool = False, norm: Norm | None = None,
 ) -> Oriented:  # fmt: skip
     """Quantise x [R, C] (float32, bfloat16 or float16) along C (`row`), along R (`col`, transposed), or both.
 
-    `spec` is FP8_1X128 or FP8_128X128, with power-of-two or float32 scales; the bits are those of `quantize(x, spec)`
-    and `quantize(x, spec, dim=0)` (a NaN has no sign where the hardware converts). With `norm`, of the normalised x,
-    rounded to its dtype. On CUDA or in Triton's interpreter. Raises ValueError or TypeError for what it does not take.
+    `spec` is FP8_1X128 or FP8_128X128, with power-of-two or float32 scales, and so is `col_spec`, that of the
+    transposed copy (by default the same); the bits are those of `quantize(x, spec)` and `quantize(x, col_spec, dim=0)`
+    (a NaN has no sign where the hardware converts). With `norm`, of the normalised x in float32. On CUDA or in Triton's
+    interpreter. Raises ValueError or TypeError for what it does not take.
     """
-    square = spec.block == (BLOCK, BLOCK)
-    if spec.element is not E4M3 or spec.block not in ((1, BLOCK), (BLOCK, BLOCK)) or spec.scale == "e8m0":
-        raise ValueError(f"quantize_both takes E4M3 in blocks of 1 x 128 or 128 x 128 with float32 scales, got {spec}")
+    ways = (spec if row else None, (col_spec or spec) if col else None)
+    for way in (spec, col_spec or spec):
+        if way.element is not E4M3 or way.block not in ((1, BLOCK), (BLOCK, BLOCK)) or way.scale == "e8m0":
+            raise ValueError(
+                f"quantize_both takes E4M3 in blocks of 1 x 128 or 128 x 128 with float32 scales, got {way}"
+            )
+    if (spec.scale, spec.mode) != ((col_spec or spec).scale, (col_spec or spec).mode):
+        raise ValueError(f"both orientations must have the same kind of scales, got {spec} and {col_spec}")
     if x.ndim != 2:
         raise ValueError(f"quantize_both expects a matrix, got shape {list(x.shape)}")
     if x.dtype not in DTYPES:
@@ -178,41 +190,52 @@ def quantize_both(
     data = x.new_empty((rows, _up(cols, 16)), dtype=u8) if row else x
     turned = x.new_empty((cols, _up(rows, 16)), dtype=u8) if col else x
     row_scale = col_scale = partial = x
-    if square:
-        row_scale = x.new_empty((down, across), dtype=f32)
-    elif row:
-        row_scale = x.new_empty((across, _up(rows, 4)), dtype=f32)
-    if col and not square:
+    if row:
+        row_scale = x.new_empty((down, across) if _way(ways[0]) == 2 else (across, _up(rows, 4)), dtype=f32)
+    if col and _way(ways[1]) == 2:
+        col_scale = row_scale if _way(ways[0]) == 2 else x.new_empty((down, across), dtype=f32)
+    elif col:
         col_scale = x.new_empty((down, _up(cols, 4)), dtype=f32)
     if sums:
         partial = x.new_empty((down, cols), dtype=f32)
-    outputs = (data, row_scale, turned, col_scale, partial, rows, cols)
-    strides = (x.stride(0), data.stride(0), row_scale.stride(0), turned.stride(0), col_scale.stride(0))
-    by_hardware = hardware(x.device)
     gain, bias, rstd, mean = (x,) * 4 if norm is None else (norm.gain, norm.bias, norm.rstd, norm.mean)
-    inputs = (x, x if mean is None else mean, rstd, gain, x if bias is None else bias)
-    if by_hardware and spec.scale == "pow2" and (col or square or sums):
-        arguments = (*inputs, *outputs, *strides)
-        _by_hand(x, arguments, down * across, spec, row=row, col=col, sums=sums, norm=kind(norm))
+    arguments = (
+        x, x if mean is None else mean, rstd, gain, x if bias is None else bias,
+        data, row_scale, turned, col_scale, partial, rows, cols,
+        x.stride(0), data.stride(0), row_scale.stride(0), turned.stride(0), col_scale.stride(0),
+    )  # fmt: skip
+    if hardware(x.device) and spec.scale == "pow2" and (col or sums or _way(ways[0]) == 2):
+        _by_hand(x, arguments, down * across, *ways, sums=sums, norm=kind(norm))
     else:
-        constants, tile = _constants(spec, row=row, col=col, sums=sums, hardware=by_hardware, norm=kind(norm))
-        launch(_both, -(-rows // tile.bm) * across, x.device, tile, *inputs, *outputs, *strides, **constants)
+        constants, tile = _constants(*ways, sums=sums, hardware=hardware(x.device), norm=kind(norm))
+        launch(_both, -(-rows // tile.bm) * across, x.device, tile, *arguments, **constants)
 
-    def packed(data: Tensor, scale: Tensor, shape: tuple[int, int]) -> QTensor:
+    def packed(data: Tensor, scale: Tensor, shape: tuple[int, int], spec: QuantSpec) -> QTensor:
         return QTensor(
             data=data.view(E4M3.dtype)[:, : shape[1]], scale=scale, spec=spec, dim=-1, shape=torch.Size(shape),
             dtype=x.dtype,
         )  # fmt: skip
 
-    return Oriented(
-        row=packed(data, row_scale if square else row_scale[:, :rows].t(), (rows, cols)) if row else None,
-        col=packed(turned, row_scale.t() if square else col_scale[:, :cols].t(), (cols, rows)) if col else None,
-        sums=partial.sum(0) if sums else None,
-    )
+    found = Oriented(row=None, col=None, sums=partial.sum(0) if sums else None)
+    if row:
+        scale = row_scale if _way(ways[0]) == 2 else row_scale[:, :rows].t()
+        found = replace(found, row=packed(data, scale, (rows, cols), spec))
+    if col:
+        scale = col_scale.t() if _way(ways[1]) == 2 else col_scale[:, :cols].t()
+        found = replace(found, col=packed(turned, scale, (cols, rows), col_spec or spec))
+    return found
+
+
+def _hand_constants(row: QuantSpec | None, col: QuantSpec | None, *, sums: bool, norm: int) -> dict[str, Any]:
+    spec = row or col or FP8_1X128
+    return {
+        "ROW": _way(row), "COL": _way(col), "SUMS": sums, "NORM": norm, "THRESHOLD": threshold(E4M3, spec.mode),
+        "EMAX": E4M3.emax,
+    }  # fmt: skip
 
 
 def _by_hand(
-    x: Tensor, arguments: tuple[Any, ...], programs: int, spec: QuantSpec, *, row: bool, col: bool, sums: bool,
+    x: Tensor, arguments: tuple[Any, ...], programs: int, row: QuantSpec | None, col: QuantSpec | None, *, sums: bool,
     norm: int,
 ) -> None:  # fmt: skip
     """The same by the Gluon kernel."""
@@ -220,56 +243,34 @@ def _by_hand(
 
     if programs:
         with torch.cuda.device_of(x):
-            both_kernel[(programs,)](
-                *arguments, THRESHOLD=threshold(E4M3, spec.mode), EMAX=E4M3.emax, ROW=row, COL=col,
-                SQUARE=spec.block[0] == BLOCK, SUMS=sums, NORM=norm, num_warps=4, maxnreg=REGISTERS,
-            )  # fmt: skip
+            constants = _hand_constants(row, col, sums=sums, norm=norm)
+            both_kernel[(programs,)](*arguments, **constants, num_warps=4, maxnreg=REGISTERS)
 
 
 def compile_cases() -> list[CompileCase]:
-    """What `compile_check` builds without a GPU."""
-    cases = []
-    for spec, row, col in ((FP8_1X128, True, True), (FP8_1X128, True, False), (FP8_128X128, True, True)):
-        constants, tile = _constants(spec, row=row, col=col, sums=col, hardware=True)
-        types = {n: "constexpr" if n in constants else "i32" for n in _both.arg_names}
-        types |= {"x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8"}
-        types |= dict.fromkeys(
-            ("gain_ptr", "bias_ptr", "mean_ptr", "rstd_ptr", "row_scale_ptr", "col_scale_ptr", "sum_ptr"), "*fp32"
-        )
-        cases.append(
-            CompileCase(
-                name=f"both {spec} row {row} col {col}", kernel=_both, signature=types, constants=constants, tile=tile,
-                divisible=tuple(n for n in _both.arg_names if n.endswith(LINES)), arch=(90, 100),
-            )
-        )  # fmt: skip
-    return cases + _cases_by_hand()
-
-
-def _cases_by_hand() -> list[CompileCase]:
+    """What `compile_check` builds without a GPU: the portable kernel and the Gluon kernel."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from gem_lowprec.tiles import both_kernel
 
     cases = []
-    for square, row, col, sums, norm in (
-        (False, True, True, False, 0), (False, True, True, True, 0), (False, False, True, False, 0),
-        (False, False, True, False, 2), (True, True, True, False, 0),
+    for name, row, col, sums, norm in (
+        ("rows", FP8_1X128, None, False, 0), ("gradient", FP8_1X128, FP8_1X128, True, 0),
+        ("input", FP8_1X128, FP8_128X128, False, 0), ("weight", FP8_128X128, FP8_128X128, False, 0),
+        ("normalised input", None, FP8_128X128, False, 2),
     ):  # fmt: skip
-        constants = {
-            "ROW": row, "COL": col, "SQUARE": square, "SUMS": sums, "NORM": norm, "EMAX": E4M3.emax,
-            "THRESHOLD": threshold(E4M3, FP8_1X128.mode),
-        }  # fmt: skip
-        types = {n: "constexpr" if n in constants else "i32" for n in both_kernel.arg_names}
-        types |= {"x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8"}
-        types |= dict.fromkeys(("gain_ptr", "bias_ptr", "mean_ptr", "rstd_ptr", "row_scale_ptr"), "*fp32")
-        types |= dict.fromkeys(("col_scale_ptr", "sum_ptr"), "*fp32")
-        name = FP8_128X128 if square else FP8_1X128
-        cases.append(
-            CompileCase(
-                name=f"both by hand {name} row {row} col {col}{' sums' * sums}{' norm' * (norm > 0)}",
-                kernel=both_kernel, signature=types, constants=constants, tile=Tile(bm=BLOCK, bn=BLOCK),
-                divisible=tuple(n for n in both_kernel.arg_names if n.endswith(LINES)), arch=(90,),
-                source=GluonASTSource,
-            )
-        )  # fmt: skip
+        constants, tile = _constants(row, col, sums=sums, hardware=True, norm=norm)
+        by_hand = _hand_constants(row, col, sums=sums, norm=norm)
+        for kernel, values, source in ((_both, constants, None), (both_kernel, by_hand, GluonASTSource)):
+            types = {n: "constexpr" if n in values else "i32" for n in kernel.arg_names}
+            types |= {"x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8"}
+            floats = ("mean_ptr", "rstd_ptr", "gain_ptr", "bias_ptr", "row_scale_ptr", "col_scale_ptr", "sum_ptr")
+            types |= dict.fromkeys(floats, "*fp32")
+            cases.append(
+                CompileCase(
+                    name=f"both orientations: {name}{' by hand' if source else ''}", kernel=kernel, signature=types,
+                    constants=values, divisible=tuple(n for n in kernel.arg_names if n.endswith(LINES)), arch=(90,),
+                    tile=Tile(bm=BLOCK, bn=BLOCK, warps=4, registers=REGISTERS) if source else tile, source=source,
+                )
+            )  # fmt: skip
     return cases

@@ -160,7 +160,8 @@ def forward(
     if plan.blockwise("forward", x) and x.numel():
         from gem_lowprec.orientations import quantize_both
 
-        both = quantize_both(x, FP8_1X128, col=keep and plan.has_wgrad and plan.blockwise("wgrad", x))
+        kept = keep and plan.has_wgrad and plan.blockwise("wgrad", x)
+        both = quantize_both(x, FP8_1X128, col=kept, col_spec=FP8_128X128)
         row, col = both.row, both.col
     a = Operand(value=x, role="input", quantized=row)
     return plan.run("forward", a, plan.weight("forward", weight), plan.dtype, bias), col

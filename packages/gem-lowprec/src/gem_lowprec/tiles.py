@@ -1,9 +1,10 @@
-"""The kernel of `orientations` with every layout in our own hands, for GPUs that convert to FP8 themselves.
+"""The kernels of `orientations` and `norms` with every layout in our own hands, where the GPU converts to FP8 itself.
 
 Transposing bytes is what costs: a compiler moves them through shared memory one by one. Here a thread owns 16 rows x
-8 columns of the tile of 128 x 128, so that both outputs are contiguous in it: 8 bytes along a row, 16 along a column.
-The transposed copy pairs rows instead of columns when it converts, and nothing moves between threads; a line of x^T is
-8 lanes of 16 bytes. Maxima along a row cross four lanes and four warps, along a column eight lanes.
+8 columns of the tile of 128 x 128 and pairs rows when it converts: a line of x^T is 8 lanes of 16 bytes, and nothing
+moves between threads. The rows themselves are quantised in a phase of its own, in which a warp owns whole rows; that
+phase comes first, and the other one finds the tile in the L1 cache. So each needs half of the registers of one that
+would do both at once, and neither maximum leaves a warp.
 """
 
 from __future__ import annotations
@@ -39,14 +40,36 @@ def _powers(amax, THRESHOLD: gl.constexpr, EMAX: gl.constexpr):
     return scale.to(gl.float32, bitcast=True), inverse.to(gl.float32, bitcast=True)
 
 
+@gluon.jit
+def _load(
+    x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, r, c, rows, cols, x_row, NORM: gl.constexpr
+):  # fmt: skip
+    """x or the normalised x (NORM: 1 RMS, 2 layer) as float32, 0 outside."""
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    x = gl.load(x_ptr + (r.to(gl.int64) * x_row)[:, None] + c[None, :], mask=inside, other=0.0).to(gl.float32)
+    if NORM:
+        rstd = gl.load(rstd_ptr + r, mask=r < rows, other=0.0)
+        gain = gl.load(gain_ptr + c, mask=c < cols, other=0.0).to(gl.float32)
+        if NORM == 2:
+            mean = gl.load(mean_ptr + r, mask=r < rows, other=0.0)
+            bias = gl.load(bias_ptr + c, mask=c < cols, other=0.0).to(gl.float32)
+            x = (x - mean[:, None]) * rstd[:, None] * gain[None, :] + bias[None, :]
+        else:
+            x = x * rstd[:, None] * gain[None, :]
+        x = gl.where(inside, x, 0.0)
+    return x
+
+
 @gluon.jit(do_not_specialize=["rows", "row_pitch", "col_pitch"])
 def both_kernel(
     x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
     rows, cols, x_row, row_row, row_pitch, col_row, col_pitch,
-    THRESHOLD: gl.constexpr, EMAX: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, SQUARE: gl.constexpr,
-    SUMS: gl.constexpr, NORM: gl.constexpr,
+    THRESHOLD: gl.constexpr, EMAX: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, SUMS: gl.constexpr,
+    NORM: gl.constexpr,
 ):  # fmt: skip
-    """One tile of 128 x 128 per program of four warps; scales are powers of two."""
+    """One tile of 128 x 128 per program of four warps; scales are powers of two. ROW, COL: 1 for blocks of 1 x 128, 2
+    for the whole tile, whose scale is written once if it serves both.
+    """
     L: gl.constexpr = gl.BlockedLayout([16, 8], [8, 4], [1, 4], [1, 0])
     # The same owners, transposed, rows of x first in a thread's registers.
     T: gl.constexpr = gl.DistributedLinearLayout(
@@ -56,33 +79,20 @@ def both_kernel(
         block_bases=[],
         shape=[128, 128],
     )
+    R: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     across = gl.cdiv(cols, 128)
     tile_row = gl.program_id(0) // across
     tile_col = gl.program_id(0) - tile_row * across
-    r = tile_row * 128 + gl.arange(0, 128, gl.SliceLayout(1, L))
-    c = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(0, L))
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    x = gl.load(x_ptr + (r.to(gl.int64) * x_row)[:, None] + c[None, :], mask=inside, other=0.0).to(gl.float32)
-    if NORM:  # 1 RMS, 2 layer: as `orientations.normalised`, rounded as a norm of its own would write it
-        rstd = gl.load(rstd_ptr + r, mask=r < rows, other=0.0)
-        gain = gl.load(gain_ptr + c, mask=c < cols, other=0.0).to(gl.float32)
-        if NORM == 2:
-            mean = gl.load(mean_ptr + r, mask=r < rows, other=0.0)
-            bias = gl.load(bias_ptr + c, mask=c < cols, other=0.0).to(gl.float32)
-            x = (x - mean[:, None]) * rstd[:, None] * gain[None, :] + bias[None, :]
-        else:
-            x = x * rstd[:, None] * gain[None, :]
-        x = gl.where(inside, x.to(x_ptr.dtype.element_ty).to(gl.float32), 0.0)
-    size = gl.abs(x)
-    if SUMS:
-        gl.store(sum_ptr + tile_row.to(gl.int64) * cols + c, gl.reduce(x, 0, _add), mask=c < cols)
-    if ROW or SQUARE:
-        row_max = gl.reduce(size, 1, _larger)
-    if SQUARE:
-        scale, inverse = _powers(gl.reduce(row_max, 0, _larger), THRESHOLD, EMAX)
-        gl.store(row_scale_ptr + tile_row * row_pitch + tile_col, scale)
+    first = tile_row * 128
+    left = tile_col * 128
     if ROW:
-        if SQUARE:
+        r = first + gl.arange(0, 128, gl.SliceLayout(1, R))
+        c = left + gl.arange(0, 128, gl.SliceLayout(0, R))
+        x = _load(x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, r, c, rows, cols, x_row, NORM)
+        row_max = gl.reduce(gl.abs(x), 1, _larger)
+        if ROW == 2:
+            scale, inverse = _powers(gl.reduce(row_max, 0, _larger), THRESHOLD, EMAX)
+            gl.store(row_scale_ptr + tile_row * row_pitch + tile_col, scale)
             y = x * inverse
         else:
             row_scale, row_inverse = _powers(row_max, THRESHOLD, EMAX)
@@ -91,15 +101,68 @@ def both_kernel(
         data = y.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
         to = row_ptr + (r.to(gl.int64) * row_row)[:, None] + c[None, :]
         gl.store(to, data, mask=(r < rows)[:, None] & (c < row_row)[None, :])
-    if COL:
-        if SQUARE:
-            z = x * inverse
-        else:
-            col_scale, col_inverse = _powers(gl.reduce(size, 0, _larger), THRESHOLD, EMAX)
-            gl.store(col_scale_ptr + tile_row.to(gl.int64) * col_pitch + c, col_scale, mask=c < cols)
-            z = x * col_inverse[None, :]
-        turned = gl.convert_layout(z.permute((1, 0)), T).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-        tr = tile_row * 128 + gl.arange(0, 128, gl.SliceLayout(0, T))
-        tc = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(1, T))
-        to = col_ptr + (tc.to(gl.int64) * col_row)[:, None] + tr[None, :]
-        gl.store(to, turned, mask=(tc < cols)[:, None] & (tr < col_row)[None, :])
+    if COL or SUMS:
+        r = first + gl.arange(0, 128, gl.SliceLayout(1, L))
+        c = left + gl.arange(0, 128, gl.SliceLayout(0, L))
+        x = _load(x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, r, c, rows, cols, x_row, NORM)
+        if SUMS:
+            gl.store(sum_ptr + tile_row.to(gl.int64) * cols + c, gl.reduce(x, 0, _add), mask=c < cols)
+        if COL:
+            if COL == 2:
+                if ROW != 2:
+                    col_max = gl.reduce(gl.abs(x), 0, _larger)
+                    scale, inverse = _powers(gl.reduce(col_max, 0, _larger), THRESHOLD, EMAX)
+                    gl.store(col_scale_ptr + tile_row * col_pitch + tile_col, scale)
+                z = x * inverse
+            else:
+                col_scale, col_inverse = _powers(gl.reduce(gl.abs(x), 0, _larger), THRESHOLD, EMAX)
+                gl.store(col_scale_ptr + tile_row.to(gl.int64) * col_pitch + c, col_scale, mask=c < cols)
+                z = x * col_inverse[None, :]
+            turned = gl.convert_layout(z.permute((1, 0)), T).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+            tr = first + gl.arange(0, 128, gl.SliceLayout(0, T))
+            tc = left + gl.arange(0, 128, gl.SliceLayout(1, T))
+            to = col_ptr + (tc.to(gl.int64) * col_row)[:, None] + tr[None, :]
+            gl.store(to, turned, mask=(tc < cols)[:, None] & (tr < col_row)[None, :])
+
+
+@gluon.jit(do_not_specialize=["rows", "pitch"])
+def norm_kernel(
+    x_ptr, gain_ptr, bias_ptr, data_ptr, scale_ptr, mean_ptr, rstd_ptr, rows, cols, x_row, data_row, pitch, eps,
+    RW: gl.constexpr, TK: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr, NORM: gl.constexpr,
+):  # fmt: skip
+    """`norms._norm_rows` where a warp owns RW whole rows, so that no sum or maximum leaves it; four warps.
+
+    Rows are [TK / 128, 128]: 16 lanes of 8 columns share a scale. TK is a power of two, at least 256.
+    """
+    L: gl.constexpr = gl.BlockedLayout([RW, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0])
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
+    OF_BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
+    OF_COL: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, L))
+    r = gl.program_id(0) * (4 * RW) + gl.arange(0, 4 * RW, OF_ROW)
+    b = gl.arange(0, TK // 128, OF_BLOCK)
+    c = gl.arange(0, 128, OF_COL)
+    col = (b * 128)[None, :, None] + c[None, None, :]
+    inside = (r < rows)[:, None, None] & (col < cols)
+    r64 = r.to(gl.int64)
+    x = gl.load(x_ptr + (r64 * x_row)[:, None, None] + col, mask=inside, other=0.0).to(gl.float32)
+    gain = gl.load(gain_ptr + col, mask=col < cols, other=0.0).to(gl.float32)
+    centred = x
+    if NORM == 2:
+        mean = gl.reduce(gl.reduce(x, 1, _add), 1, _add) / cols
+        mean = gl.convert_layout(mean, OF_ROW)
+        gl.store(mean_ptr + r, mean, mask=r < rows)
+        bias = gl.load(bias_ptr + col, mask=col < cols, other=0.0).to(gl.float32)
+        centred = gl.where(inside, x - mean[:, None, None], 0.0)
+    variance = gl.reduce(gl.reduce(centred * centred, 1, _add), 1, _add) / cols
+    rstd = gl.convert_layout(gl.rsqrt(variance + eps), OF_ROW)
+    gl.store(rstd_ptr + r, rstd, mask=r < rows)
+    if NORM == 2:
+        y = (x - mean[:, None, None]) * rstd[:, None, None] * gain + bias
+    else:
+        y = x * rstd[:, None, None] * gain
+    y = gl.where(inside, y, 0.0)
+    scale, inverse = _powers(gl.reduce(gl.abs(y), 2, _larger), THRESHOLD, EMAX)
+    data = (y * inverse[:, :, None]).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+    gl.store(data_ptr + (r64 * data_row)[:, None, None] + col, data, mask=(r < rows)[:, None, None] & (col < data_row))
+    to = scale_ptr + (b.to(gl.int64) * pitch)[None, :] + r[:, None]
+    gl.store(to, scale, mask=(r < rows)[:, None] & (b < gl.cdiv(cols, 128))[None, :])
