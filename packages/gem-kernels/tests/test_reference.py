@@ -1,9 +1,12 @@
 """The plain PyTorch operators against formulas that loop over sequences in float64, and gradcheck."""
 
+import re
+
 import pytest
 import torch
 from gem_kernels import block_attention, gdpa, jagged_attention, rope, rote
-from gem_kernels.gdpa.activations import ACTIVATIONS, GELU_ERROR
+from gem_kernels.gdpa import activations
+from gem_kernels.gdpa.activations import ACTIVATIONS, POLYNOMIALS, formula, resolve
 from gem_kernels.testing import (
     loop_attention,
     loop_blocks,
@@ -73,11 +76,11 @@ def test_bias_and_its_gradient(batch, heads):
     agree(out, expected, (*tensors, bias))
 
 
-@pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a != "gelu_poly"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gdpa_is_the_formula(activation):
     tensors, offsets = problem()
     out = gdpa(*tensors, *offsets, *sizes(False), activation=activation, out_scale=0.25)
-    expected, _ = loop_attention(*tensors, *offsets, activation=activation, out_scale=0.25)
+    expected, _ = loop_attention(*tensors, *offsets, activation=activation.removesuffix("_poly"), out_scale=0.25)
     agree(out, expected, tensors)
 
 
@@ -90,11 +93,47 @@ def test_gdpa_masks(mask, shared):
     agree(out, expected, tensors)
 
 
-def test_polynomial_gelu_stays_within_its_stated_error():
-    x = torch.linspace(-12, 12, 100_001, dtype=torch.float64)
-    error = (ACTIVATIONS["gelu_poly"](x) - torch.nn.functional.gelu(x)).abs().max().item()
-    assert 0.5 * GELU_ERROR < error <= GELU_ERROR
-    assert ACTIVATIONS["gelu_poly"](torch.zeros(1)).item() == 0.0
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_polynomials_stay_within_their_stated_errors(name):
+    stated = POLYNOMIALS[name]
+    x = torch.linspace(-stated.bound, stated.bound, 100_001, dtype=torch.float64, requires_grad=True)
+    errors = []
+    for dtype in (torch.float64, torch.float32):
+        y, exact = formula(name)(x.to(dtype)).double(), ACTIVATIONS[name.split("_")[0]](x)
+        slopes = [torch.autograd.grad(z.sum(), x)[0] for z in (y, exact)]
+        errors.append(((y - exact).abs().max().item(), (slopes[0] - slopes[1]).abs().max().item()))
+    assert errors[0][0] <= 1.05 * stated.error
+    assert errors[1][0] <= 1.05 * stated.error
+    assert 0.9 * stated.slope_error <= errors[1][1] <= 1.05 * stated.slope_error
+    assert formula(name)(torch.zeros(1)).item() == 0.0
+
+
+def test_a_polynomial_is_used_within_a_bound_only():
+    activations._announce_exact.cache_clear()
+    assert [resolve("silu_poly", b) for b in (1.0, 2.0, 2.1, 6.0)] == [f"silu_poly{r}" for r in (2, 2, 4, 6)]
+    assert [resolve("gelu_poly", b) for b in (0.1, 4.0)] == ["gelu_poly2", "gelu_poly4"]
+    assert resolve("silu", 1.0) == "silu"
+    with pytest.warns(UserWarning, match="silu_poly is computed exactly.*as large as 6.5, and its widest.*covers 6"):
+        assert resolve("silu_poly", 6.5) == "silu"
+    with pytest.warns(UserWarning, match="gelu_poly is computed exactly.*no score_bound was given"):
+        assert resolve("gelu_poly", None) == "gelu"
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="score_bound must be a positive number"):
+            resolve("silu_poly", wrong)
+    with pytest.raises(ValueError, match="unknown activation 'silu_poly4'"):
+        resolve("silu_poly4", 1.0)
+
+
+@pytest.mark.parametrize("name", ["silu_poly", "gelu_poly"])
+def test_gdpa_by_polynomial_is_gdpa(name):
+    tensors, offsets = problem()
+    largest = (tensors[0].abs().amax() * tensors[1].abs().amax() * tensors[0].shape[2]).item()
+    options = {"scale": 3.9 / largest, "out_scale": 0.5}
+    got = gdpa(*tensors, *offsets, *sizes(False), activation=name, score_bound=3.9, **options)
+    exact = gdpa(*tensors, *offsets, *sizes(False), activation=name.split("_")[0], **options)
+    assert 0 < (got - exact).abs().max() < 1e-3
+    for a, b in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (got, exact)), strict=True):
+        assert (a - b).abs().max() < 1e-2 * b.abs().max()
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -128,9 +167,13 @@ def test_gradcheck():
         return jagged_attention(q, k, v, *offsets, 3, 3, bias=bias, window=(1, 1), return_lse=False)
 
     assert torch.autograd.gradcheck(softmax, (*tensors, bias))
-    for activation in ("gelu_poly", "relu2"):
+    for activation in (*ACTIVATIONS, *POLYNOMIALS):
+        public, bound = re.fullmatch(r"(\D*)(\d?)", activation).groups()
         assert torch.autograd.gradcheck(
-            lambda q, k, v, a=activation: gdpa(q, k, v, *offsets, 3, 3, activation=a, causal=True), tensors
+            lambda q, k, v, a=public, b=bound: gdpa(
+                q, k, v, *offsets, 3, 3, activation=a, scale=0.3, causal=True, score_bound=float(b) if b else None
+            ),
+            tensors,
         )
     assert torch.autograd.gradgradcheck(lambda q, k, v: gdpa(q, k, v, *offsets, 3, 3), tensors)
 

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 from gem_kernels import block_attention, gdpa, jagged_attention, rope, rote
-from gem_kernels.gdpa.activations import ACTIVATIONS
+from gem_kernels.gdpa.activations import ACTIVATIONS, POLYNOMIALS
 from gem_kernels.testing import offsets_of, poisoned, random_heads, relative_error
 from gem_kernels.tiling import Tile
 
@@ -79,6 +79,19 @@ def test_gdpa_masks(device, mask, shared):
 def test_activations(device, activation):
     tensors, sizes = problem(device, q_lengths=[33, 0, 5])
     compare(lambda q, k, v, backend: gdpa(q, k, v, *sizes, activation=activation, scale=0.6, backend=backend), tensors)
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_polynomial_activations(device, name):
+    tensors, sizes = problem(device, q_lengths=[33, 0, 5])
+    bound = POLYNOMIALS[name].bound
+    scale = bound / (tensors[0].abs().max() * tensors[1].abs().max() * 16).item()
+
+    def op(q, k, v, backend):
+        activation = name.rstrip("0123456789")
+        return gdpa(q, k, v, *sizes, activation=activation, scale=scale, score_bound=bound, backend=backend)
+
+    compare(op, tensors)
 
 
 @pytest.mark.parametrize("lengths", [[1], [63, 64, 65], [127], [128], [129, 1]], ids=str)

@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
             except Exception as error:  # whatever a compiler throws is the finding
                 failures += 1
                 line = f"FAILED {type(error).__name__}: {str(error)[-300:]}"
-            print(f"sm_{arch:<4d}{case.name:44s}{line}", flush=True)
+            print(f"sm_{arch:<4d}{case.name:52s}{line}", flush=True)
     print(f"{failures} failed" if failures else "all built")
     return 1 if failures else 0
 

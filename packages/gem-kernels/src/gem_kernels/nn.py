@@ -237,13 +237,17 @@ class GDPA(_Attention):
     Args:
         activation: see `gdpa`.
         out_scale: factor of the attention's output, for example 1 / N.
+        score_bound: see `gdpa`.
         others: see `JaggedAttention`.
     """
 
-    def __init__(self, dim: int, heads: int, *, activation: str = "silu", out_scale: float = 1.0, **others) -> None:  # type: ignore[no-untyped-def]
+    def __init__(  # type: ignore[no-untyped-def]
+        self, dim: int, heads: int, *, activation: str = "silu", out_scale: float = 1.0,
+        score_bound: float | None = None, **others,
+    ) -> None:  # fmt: skip
         super().__init__(dim, heads, **others)
         check_activation(activation)
-        self.activation, self.out_scale = activation, out_scale
+        self.activation, self.out_scale, self.score_bound = activation, out_scale, score_bound
 
     def _attend(self, q, k, v, q_offsets, k_offsets, max_q, max_k, bias):  # type: ignore[no-untyped-def]
         if bias is not None:
@@ -259,6 +263,7 @@ class GDPA(_Attention):
             activation=self.activation,
             scale=self.scale,
             out_scale=self.out_scale,
+            score_bound=self.score_bound,
             causal=self.causal,
             window=self.window,
             backend=self.backend,

@@ -65,7 +65,7 @@ def report(sass: str) -> Report:
     """Reads one kernel's SASS."""
     code, labels, targets = _parse(sass)
     loops = [(labels[t[0]], i) for i, t in enumerate(targets) if len(t) == 1 and labels[t[0]] <= i]
-    inner = set()
+    inner: set[int] = set()
     for first, last in loops:
         body = range(first, last + 1)
         nested = any(

@@ -129,8 +129,7 @@ def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
         )
 
     for name, config in launch.FORWARD.items():
-        if config.groups == 1 or max(left, right) < 0:
-            yield f"hopper {name}", Variant(functools.partial(forward, config), None)
+        yield f"hopper {name}", Variant(functools.partial(forward, config), None)
     for name, way in launch_backward.BACKWARD.items():
         if way.fits(p.case.max_q, p.case.max_k) and support.backward_applies(p.q, p.k, left, right):
             yield f"hopper {name}", Variant(None, functools.partial(backward, way))

@@ -10,7 +10,7 @@ from torch import Tensor
 from gem_kernels import dispatch
 from gem_kernels.checks import check_problem, normalise_window
 from gem_kernels.gdpa import reference
-from gem_kernels.gdpa.activations import ACTIVATIONS, check_activation
+from gem_kernels.gdpa.activations import ACTIVATIONS, resolve
 from gem_kernels.operator import operator
 
 __all__ = ["ACTIVATIONS", "gdpa"]
@@ -30,6 +30,7 @@ def gdpa(
     out_scale: float = 1.0,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
+    score_bound: float | None = None,
     backend: str | None = None,
     validate: bool = False,
 ) -> Tensor:
@@ -51,21 +52,27 @@ def gdpa(
         k_offsets: [B + 1].
         max_q: at least the longest query sequence.
         max_k: at least the longest key sequence.
-        activation: identity, relu, relu2 (relu squared), leaky_relu (slope 0.01), gelu (erf), gelu_tanh, gelu_poly
-            (no transcendental, within `activations.GELU_ERROR` of gelu), silu or hardswish.
+        activation: identity, relu, relu2 (relu squared), leaky_relu (slope 0.01), gelu (erf), gelu_tanh, silu,
+            hardswish, or silu_poly and gelu_poly: silu and gelu by multiplications and additions alone, where
+            `score_bound` allows it, and exactly where it does not (which is announced once).
         scale: 1 / sqrt(D) by default.
         out_scale: a factor of the output.
         causal: query i sees keys j <= i + (Lk - Lq).
         window: (left, right) around the same diagonal.
+        score_bound: what the caller asserts: no |scale q . k| is larger. With normalised q and k it is scale |q| |k|.
+            `activations.POLYNOMIALS` has the largest errors within it; beyond it a polynomial is not the activation.
         backend: "reference", "triton" or "hopper"; None lets `dispatch` choose.
         validate: also check the offsets' values on a GPU, which waits for the device.
 
     Returns:
         O: [Tq, H, D] ([B * Lq, H, D] for learned queries) in q's dtype; 0 for a query that sees no key.
 
+    Raises:
+        ValueError: also for a `score_bound` that is not a positive number.
+
     Source: Meta's GDPA; HSTU (Zhai et al., 2024).
     """
-    check_activation(activation)
+    activation = resolve(activation, score_bound)
     check_problem(q, k, v, q_offsets, k_offsets, max_q, max_k, validate=validate)
     left, right = normalise_window(causal, window)
     scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)

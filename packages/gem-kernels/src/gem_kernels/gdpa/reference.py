@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gem_kernels.checks import UNLIMITED
 from gem_kernels.dense import densify, full_precision
-from gem_kernels.gdpa.activations import ACTIVATIONS
+from gem_kernels.gdpa.activations import formula
 
 
 @full_precision
@@ -30,5 +30,5 @@ def attention(
     s = dense.scores(scale)  # [B, H, Lq, Lk]
     if left != UNLIMITED or right != UNLIMITED:
         s = s * (1.0 - dense.hidden(*dense.interval(left, right), s.dtype))
-    out = dense.weighted(ACTIVATIONS[activation](s))
+    out = dense.weighted(formula(activation)(s))
     return dense.rows(out if out_scale == 1.0 else out * out_scale).to(q.dtype)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gem_kernels.gdpa.activations import GELU_COEFFICIENTS, GELU_RANGE
+from gem_kernels.gdpa import activations
 
-_C0, _C1, _C2, _C3, _C4 = (tl.constexpr(c) for c in GELU_COEFFICIENTS)
-_RANGE = tl.constexpr(GELU_RANGE)
+terms = triton.constexpr_function(activations.terms)
+coefficient = triton.constexpr_function(activations.coefficient)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _DENSITY = tl.constexpr(0.3989422804014327)  # of the normal distribution at 0
 _TANH_FACTOR = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
@@ -27,7 +27,14 @@ def sigmoid(x):
 @triton.jit
 def activate(x, ACT: tl.constexpr):
     """act(x)."""
-    if ACT == "identity":
+    N: tl.constexpr = terms(ACT)
+    if N > 0:
+        u = x * x
+        y = u * coefficient(ACT, N - 1)
+        for j in tl.static_range(1, N):
+            y = (y + coefficient(ACT, N - 1 - j)) * u
+        y += 0.5 * x
+    elif ACT == "identity":
         y = x
     elif ACT == "relu":
         y = tl.maximum(x, 0.0)
@@ -36,15 +43,11 @@ def activate(x, ACT: tl.constexpr):
         y = r * r
     elif ACT == "leaky_relu":
         y = tl.where(x > 0, x, 0.01 * x)
-    elif ACT == "gelu":
+    elif ACT == "gelu" or ACT == "gelu_poly":
         y = x * 0.5 * (1.0 + tl.math.erf(x * _SQRT_HALF))
     elif ACT == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2 u)
         y = x * sigmoid((x + 0.044715 * x * x * x) * (2.0 * _TANH_FACTOR))
-    elif ACT == "gelu_poly":
-        u = x * x
-        even = u * (u * (u * (u * (u * _C4 + _C3) + _C2) + _C1) + _C0)
-        y = tl.where(tl.abs(x) < _RANGE, 0.5 * x + even, tl.maximum(x, 0.0))
-    elif ACT == "silu":
+    elif ACT == "silu" or ACT == "silu_poly":
         y = x * sigmoid(x)
     else:
         tl.static_assert(ACT == "hardswish", "unknown activation")
@@ -55,7 +58,14 @@ def activate(x, ACT: tl.constexpr):
 @triton.jit
 def slope(x, ACT: tl.constexpr):
     """act'(x)."""
-    if ACT == "identity":
+    N: tl.constexpr = terms(ACT)
+    if N > 0:
+        u = x * x
+        y = x * 0.0 + coefficient(ACT, N - 1) * (2 * N)
+        for j in tl.static_range(1, N):
+            y = y * u + coefficient(ACT, N - 1 - j) * (2 * N - 2 * j)
+        y = y * x + 0.5
+    elif ACT == "identity":
         y = tl.full(x.shape, 1.0, tl.float32)
     elif ACT == "relu":
         y = tl.where(x > 0, 1.0, 0.0)
@@ -63,16 +73,12 @@ def slope(x, ACT: tl.constexpr):
         y = 2.0 * tl.maximum(x, 0.0)
     elif ACT == "leaky_relu":
         y = tl.where(x > 0, 1.0, 0.01)
-    elif ACT == "gelu":
+    elif ACT == "gelu" or ACT == "gelu_poly":
         y = 0.5 * (1.0 + tl.math.erf(x * _SQRT_HALF)) + x * _DENSITY * tl.exp(-0.5 * x * x)
     elif ACT == "gelu_tanh":
         s = sigmoid((x + 0.044715 * x * x * x) * (2.0 * _TANH_FACTOR))
         y = s + 2.0 * x * s * (1.0 - s) * (1.0 + 3.0 * 0.044715 * x * x) * _TANH_FACTOR
-    elif ACT == "gelu_poly":
-        u = x * x
-        even = 2.0 * x * (u * (u * (u * (u * (5.0 * _C4) + 4.0 * _C3) + 3.0 * _C2) + 2.0 * _C1) + _C0)
-        y = tl.where(tl.abs(x) < _RANGE, 0.5 + even, tl.where(x > 0, 1.0, 0.0))
-    elif ACT == "silu":
+    elif ACT == "silu" or ACT == "silu_poly":
         s = sigmoid(x)
         y = s * (1.0 + x * (1.0 - s))
     else:

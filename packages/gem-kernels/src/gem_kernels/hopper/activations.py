@@ -1,8 +1,7 @@
 """GDPA's activations and their derivatives on register tiles, for Gluon kernels.
 
 Every function maps 0 to 0. The transcendental ones are built on one hardware instruction (`tanh.approx`, error about
-5e-4, below the
-rounding of BF16 weights); `gelu_poly` uses none at all.
+5e-4, below the rounding of BF16 weights); the polynomials of `gem_kernels.gdpa.activations` use none at all.
 """
 
 from __future__ import annotations
@@ -10,13 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gem_kernels.gdpa.activations import GELU_COEFFICIENTS, GELU_RANGE
-
-ACTIVATIONS = ("identity", "relu", "relu2", "leaky_relu", "gelu", "gelu_tanh", "gelu_poly", "silu", "hardswish")
-
-assert len(GELU_COEFFICIENTS) == 5
-_C1, _C2, _C3, _C4, _C5 = (gl.constexpr(float(c)) for c in GELU_COEFFICIENTS)
-_RANGE = gl.constexpr(float(GELU_RANGE))
+from gem_kernels.gdpa.tile_activations import coefficient, terms
 
 
 @gluon.jit
@@ -38,7 +31,14 @@ def _normal(x):
 @gluon.jit
 def activate(x, ACT: gl.constexpr):
     """act(x), float32."""
-    if ACT == "identity":
+    N: gl.constexpr = terms(ACT)
+    if N > 0:
+        u = x * x
+        y = u * coefficient(ACT, N - 1)
+        for j in gl.static_range(1, N):
+            y = (y + coefficient(ACT, N - 1 - j)) * u
+        y += 0.5 * x
+    elif ACT == "identity":
         y = x
     elif ACT == "relu":
         y = gl.maximum(x, 0.0)
@@ -47,20 +47,15 @@ def activate(x, ACT: gl.constexpr):
         y = r * r
     elif ACT == "leaky_relu":
         y = gl.maximum(x, 0.01 * x)
-    elif ACT == "silu":
+    elif ACT == "silu" or ACT == "silu_poly":
         h = 0.5 * x
         y = h * tanh(h) + h
     elif ACT == "gelu_tanh":
         h = 0.5 * x
         y = h * tanh(x * (0.7978845608028654 + 0.035677408136300125 * x * x)) + h
-    elif ACT == "gelu":
+    elif ACT == "gelu" or ACT == "gelu_poly":
         cdf, _density = _normal(x)
         y = x * cdf
-    elif ACT == "gelu_poly":
-        x2 = x * x
-        even = x2 * (_C1 + x2 * (_C2 + x2 * (_C3 + x2 * (_C4 + x2 * _C5))))
-        z = gl.maximum(x, -x)
-        y = 0.5 * x + gl.where(z < _RANGE, even, 0.5 * z)
     else:
         gl.static_assert(ACT == "hardswish", "unknown activation")
         y = x * gl.minimum(gl.maximum(x * (1.0 / 6.0) + 0.5, 0.0), 1.0)
@@ -70,7 +65,17 @@ def activate(x, ACT: gl.constexpr):
 @gluon.jit
 def activate_with_grad(x, ACT: gl.constexpr):
     """act(x) and act'(x), float32."""
-    if ACT == "identity":
+    N: gl.constexpr = terms(ACT)
+    if N > 0:
+        u = x * x
+        y = u * coefficient(ACT, N - 1)
+        d = x * 0.0 + coefficient(ACT, N - 1) * (2 * N)
+        for j in gl.static_range(1, N):
+            y = (y + coefficient(ACT, N - 1 - j)) * u
+            d = d * u + coefficient(ACT, N - 1 - j) * (2 * N - 2 * j)
+        y += 0.5 * x
+        d = d * x + 0.5
+    elif ACT == "identity":
         y = x
         d = x * 0.0 + 1.0
     elif ACT == "relu":
@@ -83,7 +88,7 @@ def activate_with_grad(x, ACT: gl.constexpr):
     elif ACT == "leaky_relu":
         y = gl.maximum(x, 0.01 * x)
         d = gl.where(x > 0, 1.0, 0.01)
-    elif ACT == "silu":
+    elif ACT == "silu" or ACT == "silu_poly":
         s = 0.5 * tanh(0.5 * x) + 0.5
         y = x * s
         d = s + y * (1.0 - s)
@@ -93,18 +98,10 @@ def activate_with_grad(x, ACT: gl.constexpr):
         h = 0.5 * t + 0.5
         y = x * h
         d = h + 0.5 * x * (1.0 - t * t) * (0.7978845608028654 + 0.10703222440890037 * x2)
-    elif ACT == "gelu":
+    elif ACT == "gelu" or ACT == "gelu_poly":
         cdf, density = _normal(x)
         y = x * cdf
         d = cdf + x * density
-    elif ACT == "gelu_poly":
-        x2 = x * x
-        even = x2 * (_C1 + x2 * (_C2 + x2 * (_C3 + x2 * (_C4 + x2 * _C5))))
-        odd = x * (2.0 * _C1 + x2 * (4.0 * _C2 + x2 * (6.0 * _C3 + x2 * (8.0 * _C4 + x2 * (10.0 * _C5)))))
-        z = gl.maximum(x, -x)
-        near = z < _RANGE
-        y = 0.5 * x + gl.where(near, even, 0.5 * z)
-        d = 0.5 + gl.where(near, odd, gl.where(x > 0, 0.5, -0.5))
     else:
         gl.static_assert(ACT == "hardswish", "unknown activation")
         h = gl.minimum(gl.maximum(x * (1.0 / 6.0) + 0.5, 0.0), 1.0)

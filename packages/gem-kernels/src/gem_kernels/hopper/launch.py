@@ -29,35 +29,34 @@ _GL_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.floa
 class ForwardConfig:
     """`consumers` warpgroups of 64 query rows, `step` keys a step, `stages` buffers of K and of V.
 
-    groups: row groups of a tile, for which up to `stages` steps of K and V stay in shared memory; not with a mask.
+    turns: the consumers take blocks in turn, so that none is idle for long where tiles have few of them; that needs
+    stages to be ahead by.
     """
 
     consumers: int
     step: int
     stages: int
-    groups: int = 1
+    turns: bool = False
 
     @property
     def shape(self) -> TileShape:
         """The tile shape for the schedule."""
-        return TileShape(consumers=self.consumers * self.groups, step=self.step)
+        return TileShape(consumers=self.consumers, step=self.step)
 
     def constants(
         self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False
     ) -> dict[str, Any]:
         """The compile-time arguments of `forward_kernel`."""
-        wide = self.consumers == 3
         return {
-            "BN": self.step, "D": padded(dim), "DIM": dim, "NC": self.consumers, "KS": self.stages, "QS": 2,
-            "GROUP": group, "ACT": act, "RESIDENT": self.groups > 1, "LEFT": left, "RIGHT": right, "SHARED": shared,
-            "REGS": 160 if wide else 240, "LOADER_REGS": 32 if wide else 24,
+            "BN": self.step, "D": padded(dim), "DIM": dim, "NC": self.consumers, "KS": self.stages,
+            "QS": 2, "TURNS": self.turns, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared,
+            "REGS": 160, "LOADER_REGS": 32,
         }  # fmt: skip
 
 
 FORWARD = {
     "3x128": ForwardConfig(consumers=3, step=128, stages=2),
-    "3x128-6": ForwardConfig(consumers=3, step=128, stages=2, groups=6),
-    "3x64": ForwardConfig(consumers=3, step=64, stages=4),
+    "3x64": ForwardConfig(consumers=3, step=64, stages=4, turns=True),
 }
 
 
@@ -161,9 +160,10 @@ def forward(
     constants = config.constants(
         dim, group=heads // k.shape[1], act=act, left=left >= 0, right=right >= 0, shared=shared and masked
     )
+    k_short, v_short = head_descriptor(k, 64), head_descriptor(v, 64)
+    k_desc, v_desc = (k_short, v_short) if config.step == 64 else (head_descriptor(x, config.step) for x in (k, v))
     forward_kernel[(programs(q.device),)](
-        head_descriptor(q, 64), head_descriptor(k, config.step), head_descriptor(v, config.step),
-        head_descriptor(out, 64), out, lse, heads,
+        head_descriptor(q, 64), k_desc, v_desc, k_short, v_short, head_descriptor(out, 64), out, lse, heads,
         tiles.table, tiles.count, tiles.cursor, own if masked else tiles.count,
         scale * LOG2E if softmax else scale, out_scale, left, right, **constants, num_warps=4,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels.dispatch import Problem
+from gem_kernels.gdpa.activations import POLYNOMIALS
 from gem_kernels.hopper import HEAD_DIMS
 from gem_kernels.tiling import CompileCase, Tile
 
@@ -53,8 +54,9 @@ def _statistics() -> str:
 
 
 def _case(
-    name: str, kernel: Any, descriptors: dict[str, str], constants: dict[str, Any], registers: int | None = None
-) -> CompileCase:
+    name: str, kernel: Any, descriptors: dict[str, str], constants: dict[str, Any], registers: int | None = None,
+    *, defined: bool = False, no_special: bool = False,
+) -> CompileCase:  # fmt: skip
     from triton.experimental.gluon._runtime import GluonASTSource
 
     floats = ("lse_ptr", "delta_ptr")
@@ -78,6 +80,7 @@ def _case(
     return CompileCase(
         name=name, kernel=kernel, signature=types, constants=constants,
         tile=Tile(bm=64, bn=128, warps=4, registers=registers), divisible=tuple(divisible), arch=(90,), source=source,
+        defined=defined, no_special=no_special,
     )  # fmt: skip
 
 
@@ -87,6 +90,7 @@ def compile_cases(act: str) -> list[CompileCase]:
 
     op = "jfa" if act == "softmax" else f"gdpa {act}"
     cases = []
+    no_special = act in POLYNOMIALS
     for dim in HEAD_DIMS:
         row = _head_descriptor(64, dim)
         for name, config in launch.FORWARD.items():
@@ -94,7 +98,7 @@ def compile_cases(act: str) -> list[CompileCase]:
             descriptors = {
                 "k_desc": step,
                 "v_desc": step,
-                **dict.fromkeys(("q_desc", "o_desc"), row),
+                **dict.fromkeys(("q_desc", "o_desc", "k_short", "v_short"), row),
             }
             masks = {"": (False, False)}
             if config is launch.FORWARD["3x128"]:
@@ -103,6 +107,7 @@ def compile_cases(act: str) -> list[CompileCase]:
                 cases.append(_case(
                     f"{op} hopper forward d{dim} {name}{mask}", launch.forward_kernel, descriptors,
                     config.constants(dim, group=1, act=act, left=left, right=right),
+                    defined=True, no_special=no_special,
                 ))  # fmt: skip
         rows, block = _descriptor(64, dim), _descriptor(64, 64)
         loads = {**dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), rows), "rows_desc": _statistics()}
@@ -111,7 +116,7 @@ def compile_cases(act: str) -> list[CompileCase]:
             kernel = launch_backward.backward_kernel if way.own is None else launch_backward.short_backward_kernel
             cases.append(_case(
                 f"{op} hopper backward d{dim} {name}", kernel, {**loads, **stores, "ds_desc": block},
-                way.constants(dim, act), registers=None if way.own is None else 128,
+                way.constants(dim, act), registers=None if way.own is None else 128, no_special=no_special,
             ))  # fmt: skip
         if act == "softmax":  # the same kernel for every activation
             cases.append(_case(

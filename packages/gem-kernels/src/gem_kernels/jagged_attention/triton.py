@@ -520,4 +520,6 @@ def compile_cases() -> list[CompileCase]:
             what = " window bias" if everything else " narrow window" if slim else ""
             label = f"jagged_attention {phase} {name} d{dim}{what}"
             cases.append(CompileCase(label, kernel, types, constants, t, divisible))
-    return cases
+    from gem_kernels.jagged_attention import subtraction  # it builds on this module
+
+    return cases + subtraction.compile_cases()

@@ -1,0 +1,271 @@
+"""The computing partitions of the Hopper forward: a block of 64 query rows for each warpgroup."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gem_kernels.hopper.activations import activate
+from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, apart, fields, steps_of
+
+
+@gluon.jit
+def _scores(q, k, N: gl.constexpr, SL: gl.constexpr):
+    """Q K^T [BLOCK, N], issued and not waited for."""
+    return warpgroup_mma(q, k.permute((1, 0)), gl.zeros([BLOCK, N], gl.float32, SL), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _hidden(
+    S, key, position, k_len, window, N: gl.constexpr, SL: gl.constexpr,
+    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """S of keys key.. and queries position.., with -inf (or 0 for an activation) where a query does not see a key."""
+    left, right = window
+    value: gl.constexpr = float("-inf") if ACT == "softmax" else 0.0
+    last = key + N
+    edge = last > k_len
+    if RIGHT:
+        edge = edge | (last > position + right + 1)
+    if LEFT:
+        edge = edge | (key < position + BLOCK - 1 - left)
+    if edge:
+        col = (key + gl.arange(0, N, gl.SliceLayout(0, SL)))[None, :]
+        row = (position + gl.arange(0, BLOCK, gl.SliceLayout(1, SL)))[:, None]
+        seen = col < k_len
+        if RIGHT:
+            seen = seen & (col <= row + right)
+        if LEFT:
+            seen = seen & (col >= row - left)
+        S = gl.where(seen, S, value)
+    return S
+
+
+@gluon.jit
+def _weights(s, acc, m, total, scale, SL: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, MASKED: gl.constexpr):
+    """One step of the online softmax, or the activation: weights, O so far (rescaled), new maximum and new sum.
+
+    MASKED: a row may have seen no key yet.
+    """
+    if ACT == "softmax":
+        m_new = gl.maximum(m, gl.convert_layout(gl.max(s, 1) * scale, m.type.layout))
+        shift = m_new
+        if MASKED:
+            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+        p = gl.exp2(s * scale - gl.convert_layout(shift, gl.SliceLayout(1, SL))[:, None])
+        alpha = gl.exp2(m - shift)
+        total = total * alpha + gl.convert_layout(gl.sum(p, 1), m.type.layout)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
+        m = m_new
+    else:
+        p = activate(s * scale, ACT)
+    return p, acc, m, total
+
+
+@gluon.jit
+def _finish(
+    acc, m, total, out, buf, out_row, rows, head,
+    D: gl.constexpr, DIM: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """O and LSE of one block. A whole block goes out by TMA, a sequence's last block by masked stores: its other rows
+    are the next sequence's.
+    """
+    o_desc, o_ptr, lse_ptr, heads, out_scale = out
+    if ACT == "softmax":
+        if MASKED:  # a row that sees no key: O = 0, LSE = -inf
+            inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
+        else:
+            inverse = 1.0 / total
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
+    else:
+        acc = acc * out_scale
+    flat = buf.reshape([BLOCK, D])
+    flat.store(acc.to(o_ptr.dtype.element_ty))
+    fence_async_shared()
+    if rows >= BLOCK:
+        tma.async_copy_shared_to_global(o_desc, [out_row, head, 0], buf)
+    else:
+        RL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        r = gl.arange(0, BLOCK, gl.SliceLayout(1, RL))
+        c = gl.arange(0, D, gl.SliceLayout(0, RL))
+        base = o_ptr + (out_row.to(gl.int64) * heads + head) * DIM
+        inside = (r < rows)[:, None] & (c < DIM)[None, :]
+        gl.store(base + (r * (heads * DIM))[:, None] + c[None, :], flat.load(RL), mask=inside)
+    if ACT == "softmax":  # last: a fence waits for the global stores before it
+        r = gl.arange(0, BLOCK, m.type.layout)
+        lse = (m + gl.log2(total)) * 0.6931471805599453
+        gl.store(lse_ptr + (out_row + r).to(gl.int64) * heads + head, lse, mask=r < rows)
+
+
+@gluon.jit
+def _no_keys(out, out_row, rows, head, D: gl.constexpr, DIM: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr):
+    """Queries that see no key: O = 0, LSE = -inf."""
+    _o_desc, o_ptr, lse_ptr, heads, _out_scale = out
+    r = gl.arange(0, BLOCK, gl.SliceLayout(1, OL))
+    c = gl.arange(0, D, gl.SliceLayout(0, OL))
+    base = o_ptr + (out_row.to(gl.int64) * heads + head) * DIM
+    inside = (r < rows)[:, None] & (c < DIM)[None, :]
+    gl.store(
+        base + (r * (heads * DIM))[:, None] + c[None, :],
+        gl.zeros([BLOCK, D], o_ptr.dtype.element_ty, OL),
+        mask=inside,
+    )
+    if ACT == "softmax":
+        none = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, OL))
+        gl.store(lse_ptr + (out_row + r).to(gl.int64) * heads + head, none, mask=r < rows)
+
+
+@gluon.jit
+def _pass(step, n, barriers, KS: gl.constexpr):
+    """A consumer that needs nothing of n steps keeps the ring of K and V turning."""
+    k_full, k_empty, v_full, v_empty = barriers
+    for i in range(n):
+        s = (step + i) % KS
+        phase = ((step + i) // KS) & 1
+        mbarrier.wait(k_full.index(s), phase)
+        mbarrier.arrive(k_empty.index(s), count=1)
+        mbarrier.wait(v_full.index(s), phase)
+        mbarrier.arrive(v_empty.index(s), count=1)
+
+
+@gluon.jit
+def _step(
+    q, k, v, acc, m, total, scale, step, before, key, position, k_len, window, barriers,
+    N: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, EDGES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """N keys: one product after the other, which needs few registers, so that a third consumer fits, and hides under
+    the others. EDGES: some of the keys may be hidden.
+    """
+    k_full, k_empty, v_full, v_empty = barriers
+    before_empty, has_before = before
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    s = step % KS
+    phase = (step // KS) & 1
+    mbarrier.wait(k_full.index(s), phase)
+    S = _scores(q, k, N, SL)
+    S = warpgroup_mma_wait(0, deps=(S,))
+    mbarrier.arrive(k_empty.index(s), count=1)
+    if has_before:
+        tma.store_wait(0)  # O of the tile before has left the buffer that it shares with Q
+        mbarrier.arrive(before_empty, count=1)
+    if EDGES:
+        S = _hidden(S, key, position, k_len, window, N, SL, ACT, LEFT, RIGHT)
+    p, acc, m, total = _weights(S, acc, m, total, scale, SL, OL, ACT, LEFT or RIGHT)
+    P = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, OL, 2))
+    mbarrier.wait(v_full.index(s), phase)
+    acc = warpgroup_mma(P, v, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_empty.index(s), count=1)
+    return acc, m, total
+
+
+@gluon.jit
+def _range(first, rows, k_len, lo, shorts, wholes, window, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Of a tile's steps those that queries first .. first + rows - 1 need: short ones, and whole ones from .. to."""
+    left, right = window
+    begin = 0
+    end = wholes
+    if RIGHT:
+        hi = gl.maximum(first + rows + right, lo)
+        shorts = gl.where(lo + wholes * BN >= hi, 0, shorts)
+        begin = gl.maximum(wholes - gl.cdiv(hi - lo, BN), 0)
+    if LEFT:
+        skipped = gl.maximum(first - left - lo, 0)
+        shorts = gl.where(wholes * BN + BLOCK <= skipped, 0, shorts)
+        end = gl.maximum(wholes - skipped // BN, begin)
+    return shorts, begin, end
+
+
+@gluon.jit
+def consume(
+    W: gl.constexpr, scale, out, records, buffers, q_barriers, barriers, window, SHORT: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr,
+    TURNS: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """One block of every tile: the first consumer the first, and so on. SHORT: the layout of a short step of K and V.
+
+    TURNS: a tile's first block goes to the consumer after that which took the last block of the tile before. So none is
+    idle for long where tiles have fewer blocks than there are consumers: it is ahead of the others, by as many steps as
+    the rings hold.
+    """
+    record, record_full, record_empty = records
+    q_buf, k_buf, v_buf = buffers
+    q_full, q_empty = q_barriers
+    OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    RL: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
+    MASKED: gl.constexpr = LEFT or RIGHT
+    dtype: gl.constexpr = q_buf.dtype
+    step = 0
+    tile = 0
+    rows = 1
+    w = W  # which block of the tile
+    before = 0  # the buffer of Q, and then of O, in the tile before
+    while rows > 0:
+        r = tile % RECORDS
+        mbarrier.wait(record_full.index(r), (tile // RECORDS) & 1)
+        _q, rows, _k, k_len, head, out_start, position = fields(record.index(r).load(RL), RL)
+        mbarrier.arrive(record_empty.index(r), count=1)
+        if rows > 0:
+            lo, shorts, wholes = steps_of(position, rows, k_len, window[0], window[1], BN, LEFT, RIGHT)
+            n = shorts + wholes
+            mine = rows - w * BLOCK
+            first = position + w * BLOCK
+            out_row = out_start + w * BLOCK
+            slot = (tile % QS) * NC + w
+            mbarrier.wait(q_full.index(slot), (tile // QS) & 1)
+            if (mine > 0) & (n > 0):
+                acc = gl.zeros([BLOCK, D], gl.float32, OL)
+                m = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, OL))
+                total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, OL))
+                my_shorts, begin, end = _range(
+                    first, gl.minimum(mine, BLOCK), k_len, lo, shorts, wholes, window, BN, LEFT, RIGHT
+                )
+                if MASKED:  # perhaps without a step
+                    tma.store_wait(0)
+                    mbarrier.arrive(q_empty.index(before), count=1, pred=tile > 0)
+                    _pass(step, shorts - my_shorts, barriers, KS)
+                q = q_buf.index(apart(slot)).reshape([BLOCK, D])
+                for i in range(my_shorts):
+                    s = (step + i) % KS
+                    k = k_buf.index(s)._reinterpret(dtype, [BLOCK, 1, D], SHORT).reshape([BLOCK, D])
+                    v = v_buf.index(s)._reinterpret(dtype, [BLOCK, 1, D], SHORT).reshape([BLOCK, D])
+                    has_before = False if MASKED else (i == 0) & (tile > 0)
+                    acc, m, total = _step(
+                        q, k, v, acc, m, total, scale, step + i, (q_empty.index(before), has_before),
+                        lo + wholes * BN + (shorts - 1 - i) * BLOCK, first, k_len, window, barriers,
+                        BLOCK, KS, OL, ACT, True, LEFT, RIGHT,
+                    )  # fmt: skip
+                if MASKED:
+                    _pass(step + shorts, begin, barriers, KS)
+                q = q_buf.index(apart(slot)).reshape([BLOCK, D])
+                for i in range(begin, end):
+                    s = (step + shorts + i) % KS
+                    has_before = False if MASKED else (i == 0) & (shorts == 0) & (tile > 0)
+                    acc, m, total = _step(
+                        q, k_buf.index(s).reshape([BN, D]), v_buf.index(s).reshape([BN, D]), acc, m, total, scale,
+                        step + shorts + i, (q_empty.index(before), has_before), lo + (wholes - 1 - i) * BN, first,
+                        k_len, window, barriers, BN, KS, OL, ACT, MASKED, LEFT, RIGHT,
+                    )  # fmt: skip
+                if MASKED:
+                    _pass(step + shorts + end, wholes - end, barriers, KS)
+                _finish(acc, m, total, out, q_buf.index(slot), out_row, mine, head, D, DIM, OL, ACT, MASKED)
+            else:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(before), count=1, pred=tile > 0)
+                if mine > 0:
+                    _no_keys(out, out_row, mine, head, D, DIM, OL, ACT)
+                _pass(step, n, barriers, KS)
+            step += n
+            before = slot
+            if TURNS:
+                w = (w + 2 * NC - gl.cdiv(rows, BLOCK)) % NC
+        tile += 1
+    tma.store_wait(0)
