@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -149,8 +150,8 @@ def test_a_block_wise_layer_runs_natively(dtype, tokens, k, n):
     x = torch.randn(tokens, k, device="cuda", dtype=dtype, requires_grad=True)
     g = torch.randn(tokens, n, device="cuda", dtype=dtype) * 1e-3
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for run in (layer, compiled):
-        with poisoned():
+    for run, guard in ((layer, poisoned()), (compiled, nullcontext())):
+        with guard:
             y = run(x)
             found = (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), g))
         w = layer.weight

@@ -215,11 +215,12 @@ def compile_cases() -> list[CompileCase]:
         types = {a: "constexpr" if a in constants else "i32" for a in gemm_kernel.arg_names}
         types |= descriptors
         types |= {"c_ptr": "*bf16" if by_tma else "*fp32", "sb_ptr": "*fp32", "bias_ptr": "*bf16"}
+        out = "bf16" if by_tma else "float32"
         cases.append(
             CompileCase(
-                name=f"fp8 block gemm {name}{' by rows' if by_rows else ''} into {'bf16' if by_tma else 'float32'}",
-                kernel=gemm_kernel, signature=types, constants=constants,
-                divisible=("c_ptr", "sb_ptr", "bias_ptr", "N"), tile=Tile(bm=config.tile[0], bn=config.tile[1]), arch=(90,), source=GluonASTSource,
+                name=f"fp8 block gemm {name}{' by rows' if by_rows else ''} into {out}", kernel=gemm_kernel,
+                signature=types, constants=constants, divisible=("c_ptr", "sb_ptr", "bias_ptr", "N"), arch=(90,),
+                tile=Tile(bm=config.tile[0], bn=config.tile[1]), source=GluonASTSource,
             )
         )  # fmt: skip
     return cases
