@@ -27,14 +27,11 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`slots` sets of buffers for a program, `programs` of them on an SM, `registers` of a thread at most; a slot of
-    the forward holds `together` heads, where their number can be divided by that.
-    """
+    """`slots` sets of buffers for a program, `programs` of them on an SM, `registers` of a thread at most."""
 
     slots: int
     programs: int
     registers: int
-    together: int = 1
 
 
 # By head dimension, as measured (docs/notes/block-attention.md). Shared memory of a program: slots * (3 or 4) * 128 D
@@ -79,16 +76,11 @@ def _descriptor(x: Tensor) -> TensorDescriptor:
     return TensorDescriptor(x, [rows, heads * dim], [x.stride(0), 1], [BLOCK, dim], _layout(x.dtype, dim))
 
 
-def _constants(
-    kernel: Any, config: Config, dim: int, heads: int, act: str | None, rope: int, values: bool, base: float | None
-) -> dict[str, Any]:
-    constants = {
-        "D": dim, "HEADS": heads, "SLOTS": config.slots, "ACT": act or "softmax", "ROPE": rope, "VALUES": values,
+def _constants(dim: int, heads: int, slots: int, act: str | None, rope: int, values: bool, base: float | None) -> Any:
+    return {
+        "D": dim, "HEADS": heads, "SLOTS": slots, "ACT": act or "softmax", "ROPE": rope, "VALUES": values,
         "LOG2_BASE": math.log2(base or 1.0),
     }  # fmt: skip
-    if "TOGETHER" in kernel.arg_names:
-        constants["TOGETHER"] = config.together if heads % config.together == 0 else 1
-    return constants
 
 
 def _run(
@@ -96,14 +88,14 @@ def _run(
     scales: tuple[float, ...], act: str | None, base: float | None, values: bool,
 ) -> None:  # fmt: skip
     heads, dim = q.shape[1:]
+    tiles = (blocks.shape[0] - 1) * heads
     rope = 0 if base is None else 1 if positions is None else 2
     assert not values or rope != 1, "values are turned by their place in the sequence"
-    constants = _constants(kernel, config, dim, heads, act, rope, values, base)
-    tiles = (blocks.shape[0] - 1) * heads // constants.get("TOGETHER", 1)
     with torch.cuda.device(q.device):
         kernel[(min(tiles, _processors(q.device) * config.programs),)](
             *arguments, blocks, blocks if positions is None else positions.float().contiguous(), tiles, *scales,
-            **constants, num_warps=4, maxnreg=config.registers,
+            **_constants(dim, heads, config.slots, act, rope, values, base),
+            num_warps=4, maxnreg=config.registers,
         )  # fmt: skip
 
 
@@ -151,7 +143,7 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     for phase, kernel, configs in (("forward", forward_kernel, FORWARD), ("backward", backward_kernel, BACKWARD)):
         for dim, act, rope in ((64, None, 1), (128, None, 0), (128, None, 1), (128, "silu", 2)):
-            constants = _constants(kernel, configs[dim], dim, 4, act, rope, rope == 2, 1e4)
+            constants = _constants(dim, 4, configs[dim].slots, act, rope, rope == 2, 1e4)
             types = {}
             for name in kernel.arg_names:
                 if name in constants:

@@ -117,18 +117,14 @@ def _zero_rest(bufs, length, AL: gl.constexpr):
 @gluon.jit
 def _prepare(q, k, v, positions_ptr, start, length, D: gl.constexpr, ROPE: gl.constexpr, VALUES: gl.constexpr,
              LOG2_BASE: gl.constexpr, AL: gl.constexpr):  # fmt: skip
-    """Q, K and V of some heads (tuples) as the products take them. Heads that are turned together share the angles."""
+    """Q, K and V as the products take them."""
     if ROPE == 0:
-        _zero_rest(q, length, AL)
-        _zero_rest(k, length, AL)
-        _zero_rest(v, length, AL)
+        _zero_rest((q, k, v), length, AL)
+    elif VALUES:
+        _turn_buffers((q, k, v), positions_ptr, start, length, D, ROPE, LOG2_BASE, AL)
     else:
-        turned = (q[0], k[0], q[1], k[1]) if len(q) == 2 else (q[0], k[0])
-        _turn_buffers(turned, positions_ptr, start, length, D, ROPE, LOG2_BASE, AL)
-        if VALUES:
-            _turn_buffers(v, positions_ptr, start, length, D, ROPE, LOG2_BASE, AL)
-        else:
-            _zero_rest(v, length, AL)
+        _turn_buffers((q, k), positions_ptr, start, length, D, ROPE, LOG2_BASE, AL)
+        _zero_rest((v,), length, AL)
 
 
 @gluon.jit
@@ -165,41 +161,29 @@ def _softmax(s, inside, scale):
 
 
 @gluon.jit
-def _load(descs, bufs, full, slot, start, length, head, D: gl.constexpr, TOGETHER: gl.constexpr = 1):
-    """Ask for the tensors of a pair (of TOGETHER heads from `head` * TOGETHER on), if it has rows."""
+def _load(descs, bufs, full, slot, start, length, head, D: gl.constexpr):
+    """Ask for the tensors of a pair, if it has rows."""
     some = length > 0
     barrier = full.index(slot)
-    mbarrier.expect(barrier, TOGETHER * len(descs) * descs[0].block_type.nbytes, pred=some)
-    for h in gl.static_range(TOGETHER):
-        column = (head * TOGETHER + h) * D
-        for n in gl.static_range(len(descs)):
-            to = bufs[n].index(slot * TOGETHER + h)
-            tma.async_copy_global_to_shared(descs[n], [start, column], barrier, to, pred=some)
-
-
-@gluon.jit
-def _heads(buf, slot, TOGETHER: gl.constexpr):
-    """A slot's buffers, one for each head."""
-    return (buf.index(slot * 2), buf.index(slot * 2 + 1)) if TOGETHER == 2 else (buf.index(slot),)
+    mbarrier.expect(barrier, len(descs) * descs[0].block_type.nbytes, pred=some)
+    for n in gl.static_range(len(descs)):
+        tma.async_copy_global_to_shared(descs[n], [start, head * D], barrier, bufs[n].index(slot), pred=some)
 
 
 @gluon.jit(do_not_specialize=["tiles"])
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, o_ptr, o_row, blocks_ptr, positions_ptr, tiles, scale,
     D: gl.constexpr, HEADS: gl.constexpr, SLOTS: gl.constexpr, ACT: gl.constexpr,
-    ROPE: gl.constexpr, VALUES: gl.constexpr, LOG2_BASE: gl.constexpr, TOGETHER: gl.constexpr,
+    ROPE: gl.constexpr, VALUES: gl.constexpr, LOG2_BASE: gl.constexpr,
 ):  # fmt: skip
-    """O = softmax(scale R(Q) R(K)^T) V of every block; for softmax `scale` has log2(e) as a factor. A slot holds
-    TOGETHER heads of a block, which is what a small head dimension needs to have as many bytes for a turn of the loop.
-    """
-    GROUPS: gl.constexpr = HEADS // TOGETHER
+    """O = softmax(scale R(Q) R(K)^T) V of every block; for softmax `scale` has log2(e) as a factor."""
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     dtype: gl.constexpr = o_ptr.dtype.element_ty
-    q_buf = gl.allocate_shared_memory(dtype, [SLOTS * TOGETHER, BLOCK, D], q_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [SLOTS * TOGETHER, BLOCK, D], k_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [SLOTS * TOGETHER, BLOCK, D], v_desc.layout)
+    q_buf = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK, D], q_desc.layout)
+    k_buf = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK, D], k_desc.layout)
+    v_buf = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK, D], v_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(SLOTS):
         mbarrier.init(full.index(s), count=1)
@@ -208,34 +192,33 @@ def forward_kernel(
     programs = gl.num_programs(0)
     first = gl.program_id(0)
     for s in gl.static_range(SLOTS):
-        start, length, head = _pair(blocks_ptr, first + s * programs, tiles, GROUPS)
-        _load(descs, bufs, full, s, start, length, head, D, TOGETHER)
+        start, length, head = _pair(blocks_ptr, first + s * programs, tiles, HEADS)
+        _load(descs, bufs, full, s, start, length, head, D)
     count = (tiles - first + programs - 1) // programs
-    start, length, head = _pair(blocks_ptr, first, tiles, GROUPS)
+    start, length, head = _pair(blocks_ptr, first, tiles, HEADS)
     for i in range(count):
         tile = first + i * programs
         slot = i % SLOTS
-        start2, length2, head2 = _pair(blocks_ptr, tile + programs, tiles, GROUPS)  # now, so that nothing waits for it
-        start1, length1, head1 = _pair(blocks_ptr, tile + SLOTS * programs, tiles, GROUPS)
+        start2, length2, head2 = _pair(blocks_ptr, tile + programs, tiles, HEADS)  # now, so that nothing waits for it
+        start1, length1, head1 = _pair(blocks_ptr, tile + SLOTS * programs, tiles, HEADS)
         if length > 0:
-            q, k, v = _heads(q_buf, slot, TOGETHER), _heads(k_buf, slot, TOGETHER), _heads(v_buf, slot, TOGETHER)
+            q, k, v = q_buf.index(slot), k_buf.index(slot), v_buf.index(slot)
             mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
             _prepare(q, k, v, positions_ptr, start, length, D, ROPE, VALUES, LOG2_BASE, AL)
             fence_async_shared()
+            S = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([BLOCK, BLOCK], gl.float32, SL), use_acc=False)
             inside = (gl.arange(0, BLOCK, gl.SliceLayout(0, SL)) < length)[None, :]
-            for h in gl.static_range(TOGETHER):
-                S = warpgroup_mma(q[h], k[h].permute((1, 0)), gl.zeros([BLOCK, BLOCK], gl.float32, SL), use_acc=False)
-                if ACT == "softmax":
-                    p, total = _softmax(S, inside, scale)
-                else:
-                    p = activate(S * scale, ACT)  # columns past the end are 0, and so is their activation
-                P = gl.convert_layout(p.to(dtype), PL)
-                out = warpgroup_mma(P, v[h], gl.zeros([BLOCK, D], gl.float32, AL), use_acc=False)
-                if ACT == "softmax":
-                    out = out * gl.convert_layout(1.0 / total, gl.SliceLayout(1, AL))[:, None]
-                _put(out, o_desc, o_ptr, o_row, q[h], start, length, head * TOGETHER + h, D, AL)
+            if ACT == "softmax":
+                p, total = _softmax(S, inside, scale)
+            else:
+                p = activate(S * scale, ACT)  # columns past the end are 0, and so is their activation
+            P = gl.convert_layout(p.to(dtype), PL)
+            out = warpgroup_mma(P, v, gl.zeros([BLOCK, D], gl.float32, AL), use_acc=False)
+            if ACT == "softmax":
+                out = out * gl.convert_layout(1.0 / total, gl.SliceLayout(1, AL))[:, None]
+            _put(out, o_desc, o_ptr, o_row, q, start, length, head, D, AL)
             tma.store_wait(0)
-            _load(descs, bufs, full, slot, start1, length1, head1, D, TOGETHER)
+            _load(descs, bufs, full, slot, start1, length1, head1, D)
         start, length, head = start2, length2, head2
     tma.store_wait(0)
 
@@ -277,7 +260,7 @@ def backward_kernel(
         if length > 0:
             q, k, v, do = q_buf.index(slot), k_buf.index(slot), v_buf.index(slot), do_buf.index(slot)
             mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
-            _prepare((q,), (k,), (v,), positions_ptr, start, length, D, ROPE, VALUES, LOG2_BASE, AL)
+            _prepare(q, k, v, positions_ptr, start, length, D, ROPE, VALUES, LOG2_BASE, AL)
             _zero_rest((do,), length, AL)
             fence_async_shared()
             none = gl.zeros([BLOCK, BLOCK], gl.float32, SL)

@@ -2,7 +2,8 @@
 
 Rows past a sequence's end are the next sequence's: they are read, and weighted by 0, which does not keep an infinity or
 a NaN out.
-`launch_backward.choose_backward` says whether the Hopper backward or the portable one runs.
+`launch_backward.choose_backward` says whether the Hopper backward or the portable one runs. Through a narrow window the
+portable kernels run in both passes.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def forward(
         on the GPU.
     """
     assert bias is None, "applies() refuses a bias"
+    if config is None and triton.narrow(left, right):  # 192 rows and steps of 128 keys would do several times the work
+        return triton.forward(q, k, v, q_offsets, k_offsets, None, max_q, max_k, scale, left, right)
     q, scale, _ = _positive(q, scale)
     return launch.forward(
         q, k, v, q_offsets, k_offsets, max_q, max_k, scale,
@@ -61,7 +64,7 @@ def backward(
     *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV and an empty bias gradient; `config=None` lets `launch_backward.choose_backward` decide."""
-    if config is None and support.backward_applies(q, k, left, right):
+    if config is None and not triton.narrow(left, right) and support.backward_applies(q, k, left, right):
         config = launch_backward.choose_backward(max_q, max_k)
     if config is None:
         return triton.backward(

@@ -28,20 +28,15 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """BN columns of the result and BK of the inputs at a time, a ring of `slots`; a consumer's result leaves through so
-    many `buffers`.
-    """
+    """BN columns of the result and BK of the inputs at a time, a ring of `slots`."""
 
     bn: int
     slots: int
-    buffers: int = 2
     bk: int = 64
 
     def constants(self, before: bool, bias: bool) -> dict[str, Any]:
         """The kernel's."""
-        return {
-            "BN": self.bn, "BK": self.bk, "SLOTS": self.slots, "BUFFERS": self.buffers, "BEFORE": before, "BIAS": bias,
-        }  # fmt: skip
+        return {"BN": self.bn, "BK": self.bk, "SLOTS": self.slots, "BEFORE": before, "BIAS": bias}
 
 
 WIDE, SLIM = Config(bn=256, slots=4), Config(bn=128, slots=5)

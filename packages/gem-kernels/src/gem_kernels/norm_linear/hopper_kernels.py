@@ -1,8 +1,8 @@
 """A projection with an RMSNorm before or after it on Hopper: one persistent, warp-specialised Gluon kernel.
 
 One warp loads by TMA; two consumer warpgroups own 64 rows of the result each and share the weight's tiles. A slot of
-the ring holds BK columns of 128 rows of x and of BN rows of the weight. The result leaves in quarters through a few
-small buffers, while the next tile's loads are on their way.
+the ring holds BK columns of 128 rows of x and of BN rows of the weight. The result leaves in quarters through two small
+buffers, while the next tile's loads are on their way.
 
 BEFORE: the norm's. A row's scale commutes with the product, so consumers multiply x as it is and add up its squares
 from the same buffers meanwhile; the slot goes back when both have read it. Else the result's rows are normalised, which
@@ -55,10 +55,10 @@ def _halves(x, N: gl.constexpr):
 
 
 @gluon.jit
-def _leave(part, y_desc, y_buf, W: gl.constexpr, n: gl.constexpr, row, column, N: gl.constexpr, BUFFERS: gl.constexpr):
-    """Part n of the result goes out through one of BUFFERS buffers."""
-    buf = y_buf.index(BUFFERS * W + n % BUFFERS)
-    tma.store_wait(BUFFERS - 1)  # the copy that left from this buffer has read it
+def _leave(part, y_desc, y_buf, W: gl.constexpr, n: gl.constexpr, row, column, N: gl.constexpr):
+    """Part n of the result goes out through one of two buffers."""
+    buf = y_buf.index(2 * W + n % 2)
+    tma.store_wait(1)  # the copy before the last has read its buffer
     buf.store(part.to(y_desc.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(y_desc, [row, column + n * N], buf)
@@ -67,8 +67,7 @@ def _leave(part, y_desc, y_buf, W: gl.constexpr, n: gl.constexpr, row, column, N
 @gluon.jit
 def _consumer(
     W: gl.constexpr, buffers, result, shape,
-    BN: gl.constexpr, BK: gl.constexpr, SLOTS: gl.constexpr, BUFFERS: gl.constexpr,
-    BEFORE: gl.constexpr, BIAS: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, SLOTS: gl.constexpr, BEFORE: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     x_buf, w_buf, full, empty = buffers
     tiles, K, N, columns = shape
@@ -108,25 +107,24 @@ def _consumer(
         left, right = _halves(y, BN)
         first, second = _halves(left, BN // 2)
         third, fourth = _halves(right, BN // 2)
-        _leave(first, y_desc, y_buf, W, 0, row, column, BN // PARTS, BUFFERS)
-        _leave(second, y_desc, y_buf, W, 1, row, column, BN // PARTS, BUFFERS)
-        _leave(third, y_desc, y_buf, W, 2, row, column, BN // PARTS, BUFFERS)
-        _leave(fourth, y_desc, y_buf, W, 3, row, column, BN // PARTS, BUFFERS)
+        _leave(first, y_desc, y_buf, W, 0, row, column, BN // PARTS)
+        _leave(second, y_desc, y_buf, W, 1, row, column, BN // PARTS)
+        _leave(third, y_desc, y_buf, W, 2, row, column, BN // PARTS)
+        _leave(fourth, y_desc, y_buf, W, 3, row, column, BN // PARTS)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tiles", "K", "N", "columns"])
 def kernel(
     x_desc, w_desc, y_desc, gain_ptr, bias_ptr, tiles, K, N, columns, eps,
-    BN: gl.constexpr, BK: gl.constexpr, SLOTS: gl.constexpr, BUFFERS: gl.constexpr,
-    BEFORE: gl.constexpr, BIAS: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, SLOTS: gl.constexpr, BEFORE: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] of x [M, K] and the weight [N, K]; programs walk the tiles of a row of tiles one after the other, so
     that x comes from memory once.
     """
     x_buf = gl.allocate_shared_memory(x_desc.dtype, [SLOTS * NC, ROWS, BK], x_desc.layout)
     w_buf = gl.allocate_shared_memory(x_desc.dtype, [SLOTS, BN, BK], w_desc.layout)
-    y_buf = gl.allocate_shared_memory(x_desc.dtype, [BUFFERS * NC, ROWS, BN // PARTS], y_desc.layout)
+    y_buf = gl.allocate_shared_memory(x_desc.dtype, [2 * NC, ROWS, BN // PARTS], y_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(SLOTS):
@@ -137,8 +135,8 @@ def kernel(
     result = (y_desc, y_buf, gain_ptr, bias_ptr, eps)
     gl.warp_specialize(
         [
-            (_consumer, (0, buffers, result, shape, BN, BK, SLOTS, BUFFERS, BEFORE, BIAS)),
-            (_consumer, (1, buffers, result, shape, BN, BK, SLOTS, BUFFERS, BEFORE, BIAS)),
+            (_consumer, (0, buffers, result, shape, BN, BK, SLOTS, BEFORE, BIAS)),
+            (_consumer, (1, buffers, result, shape, BN, BK, SLOTS, BEFORE, BIAS)),
             (_loader, (x_desc, w_desc, buffers, shape, BN, BK, SLOTS)),
         ],
         [4, 1],

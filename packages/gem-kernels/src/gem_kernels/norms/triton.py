@@ -2,8 +2,8 @@
 
 A program holds whole rows, C columns padded to CP (a power of two), in registers as float32. The backward pass
 recomputes the statistics from the rows that it must read anyway, so nothing is saved for it. Gradients of weight and
-bias are summed in two stages of fixed order: program p adds up its own run of rows, then a second kernel adds up the
-programs. How many programs there are depends on the shape alone, so that the bits are the same on every card.
+bias are summed in two stages of fixed order: program p of P adds up tiles p, p + P, .., then a second kernel adds up
+the programs. How many programs there are depends on the shape alone, so that the bits are the same on every card.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _backward_kernel(
         bias = _vector(bias_f32, C, CP)
         dbias = tl.zeros((BM, CP), tl.float32)
     for i in tl.range(0, tiles, num_stages=STAGES):
-        row = (part * tiles + i) * BM + tl.arange(0, BM)
+        row = (i * tl.num_programs(0) + part) * BM + tl.arange(0, BM)  # all programs read neighbouring rows at a time
         inside = row < rows
         x = load_rows(x_ptr, _at(row, x_row, x_head, HEADS), inside, 1, C, CP, True).to(tl.float32)
         dy = load_rows(dy_ptr, _at(row, dy_row, dy_head, HEADS), inside, 1, C, CP, True).to(tl.float32)
