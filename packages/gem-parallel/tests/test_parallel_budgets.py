@@ -198,5 +198,8 @@ def test_what_is_dear_is_kept_first():
     found = curve("block", rows, 4 * 4 * 24 * WIDTH, sum(r.nbytes for r in rows))
     assert [p.kept for p in found.points] == sorted(p.kept for p in found.points)
     assert [p.seconds for p in found.points] == sorted((p.seconds for p in found.points), reverse=True)
+    quick = sorted(r.seconds for r in rows)[len(rows) // 2]
+    names = {name for p in curve("block", rows, 0, 10**9, least_s=quick).points for name in p.names or ()}
+    assert names == {r.name for r in rows if r.free and r.nbytes and r.seconds >= quick}
     first = next(p for p in found.points if p.names)
     assert first.names[0].startswith(("aten.addmm", "aten.bmm"))

@@ -21,6 +21,7 @@ from gem_parallel.memory.allocate import Option, hull
 from gem_parallel.memory.recompute import EagerMode, Function, OpNames, may_be_kept, watched
 
 POINTS = 16  # of a curve
+DEVICE_LEAST_S = 20e-6  # of an operator on a card whose result a plan may keep
 HELD_CYCLES = 100_000_000  # of the device's clock, about 50 ms: some hundred operators' launches
 
 Size = Callable[[torch.Tensor], int]
@@ -130,14 +131,18 @@ class Recorder(EagerMode):
         return found
 
 
-def hold_back(args: Any, kwargs: Mapping[str, Any]) -> None:
+def is_on_card(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a region's inputs are on a CUDA device."""
+    return any(t.is_cuda for t in _plain_tensors((args, kwargs)))
+
+
+def hold_back() -> None:
     """Let the device wait, so that the host launches a region ahead of it.
 
     Between the events around an operator there would otherwise be the time that the host takes to launch it, which is
     most of a small operator's, and a plan would keep what is cheap to compute.
     """
-    if any(t.is_cuda for t in _plain_tensors((args, kwargs))):
-        torch.cuda._sleep(HELD_CYCLES)
+    torch.cuda._sleep(HELD_CYCLES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +188,9 @@ class Curve:
         return self.points[-1].kept
 
 
-def curve(region: str, costs: list[OpCost], inputs: int, saved: int, unpacked: int = 0) -> Curve:
+def curve(
+    region: str, costs: list[OpCost], inputs: int, saved: int, unpacked: int = 0, *, least_s: float = 0.0
+) -> Curve:
     """The curve of a region whose operators are `costs`.
 
     Keeping an operator's results spares its seconds in backward. Operators in the order of seconds per byte: every
@@ -193,10 +200,12 @@ def curve(region: str, costs: list[OpCost], inputs: int, saved: int, unpacked: i
         inputs: bytes of the region's inputs, which stay in any case.
         saved: bytes that autograd saves without recomputation.
         unpacked: the same when nothing is packed; by default `saved`.
+        least_s: what takes less is always computed again: to keep a result and hand it out costs the host more.
     """
     working = max(unpacked or saved, inputs)
     total = sum(cost.seconds for cost in costs)
-    order = sorted((c for c in costs if c.free and c.nbytes), key=lambda c: c.nbytes / max(c.seconds, 1e-12))
+    worth = [c for c in costs if c.free and c.nbytes and c.seconds >= least_s]
+    order = sorted(worth, key=lambda c: c.nbytes / max(c.seconds, 1e-12))
     points = [Point(kept=inputs, seconds=total, names=(), working=working)]
     names: list[str] = []
     kept, seconds = inputs, total

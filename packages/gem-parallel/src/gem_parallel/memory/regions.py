@@ -23,7 +23,18 @@ from gem_parallel.dense.containers import register_dataclasses
 from gem_parallel.memory import compiled
 from gem_parallel.memory.keeper import Keeper
 from gem_parallel.memory.plan import MemoryPlan, make_plan
-from gem_parallel.memory.profile import Curve, Point, Recorder, bytes_of, count_saved, curve, hold_back, tensor_bytes
+from gem_parallel.memory.profile import (
+    DEVICE_LEAST_S,
+    Curve,
+    Point,
+    Recorder,
+    bytes_of,
+    count_saved,
+    curve,
+    hold_back,
+    is_on_card,
+    tensor_bytes,
+)
 from gem_parallel.memory.quantise import Fp8Quantiser, Quantiser
 from gem_parallel.memory.recompute import Function, recompute
 
@@ -207,12 +218,14 @@ class Regions:
         saved = unpacked = count_saved(function, args, kwargs, module, size) if counts else 0
         if counts and self.keeper.works:
             unpacked = count_saved(function, args, kwargs, module)
-        if counts:
-            hold_back(args, kwargs)
+        if counts and is_on_card(args, kwargs):
+            hold_back()
         out = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (recorder, nullcontext()), **kwargs)
         costs = recorder.costs()
         if counts:
-            self.curves[name] = curve(name, costs, tensor_bytes((args, kwargs), size), saved, unpacked)
+            inputs = tensor_bytes((args, kwargs), size)
+            least = DEVICE_LEAST_S if is_on_card(args, kwargs) else 0.0
+            self.curves[name] = curve(name, costs, inputs, saved, unpacked, least_s=least)
         return out
 
     def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
