@@ -10,7 +10,18 @@ import torch
 from gem_parallel import MemoryConfig, MemoryPlan, declare_cost
 from gem_parallel.memory.allocate import Option, allocate, allocate_greedy, hull, peak
 from gem_parallel.memory.plan import make_plan
-from gem_parallel.memory.profile import Curve, Machine, Point, Recorder, count_saved, curve, tensor_bytes
+from gem_parallel.memory.profile import (
+    Curve,
+    HostCost,
+    Machine,
+    Point,
+    Recorder,
+    count_saved,
+    curve,
+    host_cost,
+    tensor_bytes,
+    with_host,
+)
 from gem_parallel.memory.regions import MEASURED_STEPS, Regions
 from gem_parallel.memory.testing import WIDTH, Block, sample, stack, train_step
 from torch import nn
@@ -187,6 +198,31 @@ def test_a_custom_operators_declared_cost_counts_where_nothing_runs():
     assert seconds() == pytest.approx(7e-3)
     with pytest.raises(TypeError, match=r"expected a torch\.library operator"):
         declare_cost(len, flops=lambda: 0)
+
+
+def test_a_plan_knows_who_holds_the_step_up():
+    points = (
+        Point(kept=1, seconds=1.0, names=()),
+        Point(kept=5, seconds=0.2, names=("aten.mm.default#0",)),
+        Point(kept=9, seconds=0.0, names=None),
+    )
+    found = Curve(region="a", points=points, forward_s=1.0)
+
+    def seconds(forward_s, modes_s):
+        seen = with_host(found, HostCost(forward_s=forward_s, modes_s=modes_s))
+        return [(p.kept, round(p.seconds, 3)) for p in seen.points]
+
+    assert seconds(0.1, 0.2) == [(1, 1.0), (5, 0.2), (9, 0.0)]  # the device does
+    assert seconds(5.0, 7.0) == [(1, 5.0), (9, 0.0)]  # the host does: single operators cost more than they spare
+    assert seconds(1.4, 1.5) == [(1, 1.2), (9, 0.0)]  # both: the forward pass again costs the host more than the device
+
+
+def test_the_hosts_time_is_measured_and_generators_stay():
+    model, state = stack(1), torch.get_rng_state()
+    cost = host_cost(model, (sample(),), {})
+    assert cost.forward_s > 0
+    assert cost.modes_s > 0
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_is_dear_is_kept_first():

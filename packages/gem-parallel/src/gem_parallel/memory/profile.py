@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from gem_parallel.memory.recompute import EagerMode, Function, OpNames, may_be_k
 
 POINTS = 16  # of a curve
 DEVICE_LEAST_S = 20e-6  # of an operator on a card whose result a plan may keep
+HOST_KEEPS_S = 30e-6  # of the host, to keep a result and to hand it out
 HELD_CYCLES = 100_000_000  # of the device's clock, about 50 ms: some hundred operators' launches
 
 Size = Callable[[torch.Tensor], int]
@@ -231,6 +233,57 @@ def _thin(points: list[Point]) -> list[Point]:
         wanted = low + (high - low) * step / POINTS
         chosen.add(max(i for i, p in enumerate(points) if p.kept <= wanted))
     return [points[i] for i in sorted(chosen)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCost:
+    """Seconds that the host takes to launch a region's forward pass, as it is and under a dispatch mode."""
+
+    forward_s: float
+    modes_s: float
+
+
+def host_cost(function: Function, args: Any, kwargs: Any) -> HostCost:
+    """Measured on the host's clock, with a device that has nothing else to do. Generators are left as they were."""
+    devices = sorted({t.device.index for t in _plain_tensors((args, kwargs)) if t.is_cuda})
+
+    def wall(mode: Any) -> float:
+        if devices:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        with mode:
+            function(*args, **kwargs)
+        return time.perf_counter() - began
+
+    with torch.random.fork_rng(devices), torch.no_grad():
+        return HostCost(forward_s=wall(nullcontext()), modes_s=wall(_Pass()))
+
+
+class _Pass(EagerMode):
+    """A mode that looks at every operator and does nothing."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+def with_host(found: Curve, host: HostCost) -> Curve:
+    """A curve of device times as the step sees it: whichever of device and host takes longer.
+
+    The device works twice as long on the backward pass as on the forward pass; the host launches both in equal time (an
+    estimate: autograd launches without Python, but more). Recomputation adds a forward pass to both. Keeping results
+    of single operators adds what dispatch modes take, twice. Points that keep more than a faster one are dropped.
+    """
+    device, launches = 3 * found.forward_s, 2 * host.forward_s
+    before = max(device, launches)
+    points: list[Point] = []
+    for point in found.points:
+        more = 0.0 if point.names is None else host.forward_s
+        if point.names:
+            more += 2 * (host.modes_s - host.forward_s) + HOST_KEEPS_S * len(point.names)
+        seconds = max(device + point.seconds, launches + more) - before
+        if not points or seconds < points[-1].seconds or point.names is None:
+            points.append(replace(point, seconds=seconds))
+    return replace(found, points=tuple(points))
 
 
 def tensor_bytes(tree: Any, size: Size = bytes_of) -> int:

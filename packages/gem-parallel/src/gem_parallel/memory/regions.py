@@ -32,8 +32,10 @@ from gem_parallel.memory.profile import (
     count_saved,
     curve,
     hold_back,
+    host_cost,
     is_on_card,
     tensor_bytes,
+    with_host,
 )
 from gem_parallel.memory.quantise import Fp8Quantiser, Quantiser
 from gem_parallel.memory.recompute import Function, recompute
@@ -223,9 +225,9 @@ class Regions:
         out = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (recorder, nullcontext()), **kwargs)
         costs = recorder.costs()
         if counts:
-            inputs = tensor_bytes((args, kwargs), size)
-            least = DEVICE_LEAST_S if is_on_card(args, kwargs) else 0.0
-            self.curves[name] = curve(name, costs, inputs, saved, unpacked, least_s=least)
+            inputs, card = tensor_bytes((args, kwargs), size), is_on_card(args, kwargs)
+            found = curve(name, costs, inputs, saved, unpacked, least_s=DEVICE_LEAST_S if card else 0.0)
+            self.curves[name] = with_host(found, host_cost(function, args, kwargs)) if card else found
         return out
 
     def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
