@@ -18,12 +18,12 @@ from gem_kernels.tiling import CompileCase, Tile, launch
 from torch import Tensor
 
 from gem_lowprec.formats import E4M3, ScaleMode
-from gem_lowprec.kernels import DTYPES, _scale_of, hardware, threshold
+from gem_lowprec.kernels import BY_HAND, DTYPES, _scale_of, hardware, threshold
 from gem_lowprec.orientations import BLOCK, Norm, _scaled, normalised, scale_constants
 from gem_lowprec.quantize import FP8_1X128, QTensor, QuantSpec
 
 WIDEST = 8192
-BY_HAND = 2048  # up to this width a warp can hold a row
+WARP = 2048  # up to this width a warp can hold a row
 ELEMENTS, WARPS = 2048, 2  # of a program: rows stay inside a warp or two, and enough programs share an SM
 
 
@@ -106,7 +106,7 @@ def norm_quantize(
         x, gain, gain if bias is None else bias, data, scale, rstd if mean is None else mean, rstd, rows, cols,
         x.stride(0), line, pitch, eps,
     )  # fmt: skip
-    if hardware(x.device) and cols <= BY_HAND and spec.scale == "pow2":
+    if BY_HAND and hardware(x.device) and cols <= WARP and spec.scale == "pow2":
         _by_hand(x, arguments, layer=bias is not None, mode=spec.mode)
     else:
         constants, tile = _constants(cols, spec, layer=bias is not None, hardware=hardware(x.device))
@@ -144,7 +144,7 @@ def compile_cases() -> list[CompileCase]:
 
     cases = []
     for cols, layer in ((512, True), (1024, False), (2048, True), (4096, True)):
-        by_hand = cols <= BY_HAND
+        by_hand = cols <= WARP
         kernel = norm_kernel if by_hand else _norm_rows
         if by_hand:
             constants, tile = _hand_constants(cols, layer=layer, mode=FP8_1X128.mode), Tile(bm=1, bn=cols, warps=4)

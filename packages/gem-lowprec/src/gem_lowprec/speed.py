@@ -29,21 +29,24 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What was measured on a kind of GPU: products by precision, and quantisers in TB/s read and written."""
+    """What was measured on a kind of GPU: products by precision, those of the weight's gradient where they differ, and
+    quantisers in TB/s read and written.
+    """
 
     rates: dict[str, Rate]
+    wgrad: dict[str, Rate]
     quantise: float
 
 
-# Fitted to docs/benchmarks/lowprec-h200-*.json; 65536 tokens.
+# Fitted to products of 65536 tokens on one H200 (docs/notes/lowprec.md).
 HOPPER = Card(
     rates={
-        "bf16": Rate(top=700.0, half=60.0),
-        "fp8_block": Rate(top=1100.0, half=150.0),
-        "fp8_row": Rate(top=1150.0, half=250.0),
+        "bf16": Rate(top=800.0, half=117.0), "fp8_block": Rate(top=1360.0, half=170.0),
+        "fp8_row": Rate(top=1470.0, half=406.0),
     },
+    wgrad={"fp8_block": Rate(top=1100.0, half=0.0)},
     quantise=3.4,
-)
+)  # fmt: skip
 MANY = 65536
 
 
@@ -66,9 +69,9 @@ def step_ps(products: Products, shape: tuple[int, int], rates: Card) -> float:
         precision = getattr(products, name)
         if precision != "skip":
             share = 1 / products.wgrad_every if name == "wgrad" else 1.0
-            time += share * rates.rates[precision].ps(flops, depth)
-    written = {"forward": (k, "x"), "dgrad": (n, "dy"), "wgrad": (n + k, "both")}
-    quantised = {name: getattr(products, name) not in ("bf16", "skip") for name in written}
+            rate = rates.wgrad.get(precision) if name == "wgrad" else None
+            time += share * (rate or rates.rates[precision]).ps(flops, depth)
+    quantised = {name: getattr(products, name) not in ("bf16", "skip") for name in depths}
     # BF16 is read once for the two orientations of a tensor, each of which is written as one byte.
     bytes_x = (2 * (quantised["forward"] or quantised["wgrad"]) + quantised["forward"] + quantised["wgrad"]) * k
     bytes_dy = (2 * (quantised["dgrad"] or quantised["wgrad"]) + quantised["dgrad"] + quantised["wgrad"]) * n

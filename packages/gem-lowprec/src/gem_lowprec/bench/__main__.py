@@ -5,8 +5,11 @@ GPU, print a table and write a benchmark file. A case may be the beginning of a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
+import multiprocessing
+import os
 import shlex
 import subprocess
 import sys
@@ -111,16 +114,26 @@ def _measure(p: problems.Problem, options: argparse.Namespace, found: dict[str, 
     return rows
 
 
+def _build(names: list[str]) -> None:
+    """Check some cases, and so build what they need; what fails is heard of when the case is measured."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    made = problems.names()
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.suppress(Exception):
+        for name in names:
+            _gate(made[name](device))
+            torch.cuda.empty_cache()
+
+
 def _warm(names: list[str], jobs: int) -> None:
-    """Fill the compile cache by processes side by side; one that fails is heard of when its case is measured."""
+    """Fill the compile cache by processes side by side, forked before this one has met the GPU."""
     begun = time.monotonic()
-    command = [sys.executable, "-m", "gem_lowprec.bench", "--gate-only", "--jobs", "1"]
+    context = multiprocessing.get_context("fork")
     shares = [names[i::jobs] for i in range(min(jobs, len(names)))]
-    running = [
-        subprocess.Popen([*command, *share], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for share in shares
-    ]
+    running = [context.Process(target=_build, args=(share,)) for share in shares]
     for process in running:
-        process.wait()
+        process.start()
+    for process in running:
+        process.join()
     print(f"built in {time.monotonic() - begun:.1f} s", flush=True)
 
 
@@ -147,16 +160,16 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(chosen))
         return 0
+    begun = time.monotonic()
+    if options.jobs > 1:
+        # One case of each kind and width builds what all of them need.
+        kinds = {n.rsplit("-", 2)[0] if n.startswith(("gemm", "wgrad", "linear")) else n: n for n in chosen}
+        _warm(list(kinds.values()), options.jobs)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("the benchmarks need a Hopper GPU, and torch sees none", file=sys.stderr)
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
-    begun = time.monotonic()
-    if options.jobs > 1 and not options.gate_only:
-        # One case of each kind and kind of shape builds what all of them need.
-        kinds = {n.rsplit("-", 2)[0] if n.startswith(("gemm", "wgrad")) else n: n for n in chosen}
-        _warm(list(kinds.values()), options.jobs)
     found = {} if options.gate_only else timing.ceilings(device)
     print("ceilings:", {name: round(x, 2) for name, x in found.items()}, flush=True)
     rows: list[dict[str, Any]] = []
