@@ -14,12 +14,12 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 MARKER = "<!-- tables: tools/benchmark_tables.py -->"
 
 
-# gem-parallel's suites: (heading, path of keys in a row, digits after the point; None: text)
+# gem-parallel's suites: (heading, path of keys in a row, digits after the point; None: text, -1: a power of ten)
 PLAIN: dict[str, list[tuple[str, str, int | None]]] = {
     "memory": [
         ("variant", "variant", None), ("step ms", "ms", 1), ("host ms", "host_ms", 1), ("kept MiB", "kept_mib", 0),
         ("peak MiB", "peak_mib", 0), ("planned peak MiB", "plan_peak_mib", 0), ("again ms", "plan_recomputed_ms", 1),
-        ("gradients differ by", "error", 5),
+        ("gradients differ by", "error", -1),
     ],
     "comm": [
         ("what is gathered", "case", None), ("collective", "op", None), ("ms", "ms", 3), ("GB/s", "gbps", 0),
@@ -55,7 +55,10 @@ def plain(name: str, result: dict[str, Any]) -> str:
             for key in path.split("."):
                 value = (value or {}).get(key)
             known = value is not None and value == value  # not NaN
-            cells.append(str(value) if digits is None else number(value if known else None, digits))
+            if digits == -1:
+                cells.append(f"{value:.1e}" if known else "")
+            else:
+                cells.append(str(value) if digits is None else number(value if known else None, digits))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
