@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from gem_kernels.nn import NormLinear
 from gem_lowprec import (
     FP8_ROW,
     FP8_TENSOR,
@@ -22,6 +23,7 @@ from gem_lowprec import (
     speed,
     watch,
 )
+from gem_lowprec.norm_linear import LowPrecisionNormLinear
 from gem_lowprec.recipe import matches
 from gem_lowprec.report import measure
 from torch import nn
@@ -355,3 +357,17 @@ def test_the_model_of_speed():
     )
     assert speed.gain(block, (8192, 8192), rates) == pytest.approx(2, rel=0.05)
     assert speed.card(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_norm_before_a_block_wise_projection_is_replaced(norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(NormLinear(128, 256, norm=norm), NormLinear(128, 128, norm=norm))
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    rules = (Rule(pattern="0", forward="fp8_block"), Rule(pattern="1", forward="mxfp8"))
+    convert(model, Recipe(name="mixed", rules=rules))
+    assert [type(m) for m in model] == [LowPrecisionNormLinear, NormLinear]
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    x = torch.randn(10, 128)
+    assert torch.equal(model[0](x), model[0].linear(model[0].norm(x)))  # nothing to fuse with on a CPU

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from gem_kernels.nn import NormLinear
 from gem_kernels.testing import poisoned
 from gem_lowprec import (
     FP8_1X128,
@@ -21,13 +22,18 @@ from gem_lowprec import (
     Products,
     QuantSpec,
     Randoms,
+    Recipe,
+    Rule,
     block_matmul,
+    convert,
     engine,
     low_precision_linear,
     quantize,
     quantize_both,
 )
 from gem_lowprec.block_gemm import CONFIGS
+from gem_lowprec.norm_linear import LowPrecisionNormLinear
+from torch import nn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,3 +164,29 @@ def test_a_block_wise_layer_runs_natively(dtype, tokens, k, n):
         for got, right in zip(found, expected, strict=True):
             assert got.dtype == dtype
             assert relative(got, right) < (4e-3 if dtype == torch.bfloat16 else 5e-4)
+
+
+@HOPPER
+@pytest.mark.parametrize("wgrad", ["fp8_block", "bf16"])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_norm_that_writes_fp8_trains_like_the_norm_and_the_layer(norm, wgrad):
+    torch.manual_seed(0)
+    model = nn.Sequential(NormLinear(256, 384, norm=norm, device="cuda")).bfloat16()
+    for p in model[0].norm.parameters():
+        nn.init.normal_(p, mean=1.0, std=0.3)
+    keys = list(model.state_dict())
+    rule = Rule(forward="fp8_block", dgrad="fp8_block", wgrad=wgrad)
+    convert(model, Recipe(name="block", rules=(rule,), fallback=False))
+    fused = model[0]
+    assert type(fused) is LowPrecisionNormLinear
+    assert list(model.state_dict()) == keys
+    results = []
+    for run in (fused, lambda x: fused.linear(fused.norm(x))):
+        x = torch.randn(700, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
+        x.requires_grad_()
+        y = run(x)
+        g = torch.randn(y.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).bfloat16()
+        results.append((y, *torch.autograd.grad(y, (x, *fused.parameters()), g)))
+    for got, right in zip(*results, strict=True):
+        # The norm apart is rounded to BF16, which sends a few in a hundred to the neighbouring E4M3 number.
+        assert relative(got, right.detach().double()) < 3e-2

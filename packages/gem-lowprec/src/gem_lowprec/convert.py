@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -76,9 +77,10 @@ def convert(
     """Replace the `torch.nn.Linear` layers of `model` in place, as `recipe` says, and report every one.
 
     The new layers share the old ones' Parameters, so state_dict keys, tied weights and optimizers stay as they are;
-    call it before the model is sharded or compiled. `seed` overrides the recipe's (give each data-parallel rank its
-    own). `device` is where the model will run; by default it is where each weight is. Layers that low precision would
-    not make faster there stay as they are, announced once (`Recipe.fallback`).
+    call it before the model is sharded or compiled. A `gem_kernels.nn.NormLinear` whose projection becomes block-wise
+    gets a norm that writes FP8. `seed` overrides the recipe's (give each data-parallel rank its own). `device` is where
+    the model will run; by default it is where each weight is. Layers that low precision would not make faster there
+    stay as they are, announced once (`Recipe.fallback`).
 
     Raises ValueError for an unknown recipe, for a model that already holds converted layers, for a model that is
     itself a Linear (nothing to replace it in), and for a rule that matches no layer.
@@ -122,6 +124,7 @@ def convert(
             stacklevel=2,
         )
     _replace(model, {id(old): modules[name] for name, old in linears if name in modules})
+    _replace(model, _fused(model))
     return Conversion(recipe=recipe, rows=tuple(rows), modules=modules, clock=clock)
 
 
@@ -186,6 +189,25 @@ def _row(
     return Row(
         name=name, shape=shape, forward=rule.forward, dgrad=rule.dgrad, wgrad=wgrad, engine=kind, why="; ".join(notes)
     )
+
+
+def _fused(model: nn.Module) -> dict[int, nn.Module]:
+    """For every norm whose projection now runs block-wise: the module in which the norm writes FP8."""
+    if "gem_kernels.nn" not in sys.modules:  # slow to import, and the model has none then
+        return {}
+    from gem_kernels.nn import NormLinear
+
+    from gem_lowprec.norm_linear import LowPrecisionNormLinear
+
+    return {
+        id(m): LowPrecisionNormLinear.from_norm_linear(m)
+        for m in model.modules()
+        if type(m) is NormLinear
+        and isinstance(m.linear, LowPrecisionLinear)
+        and m.linear.products.forward == "fp8_block"
+        and not any((m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks))
+        and not any((m.norm._forward_hooks, m.norm._forward_pre_hooks))
+    }
 
 
 def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> None:
