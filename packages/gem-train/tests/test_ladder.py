@@ -229,7 +229,10 @@ def test_what_has_been_measured_is_not_measured_again(cache, tmp_path, capsys, m
     after = json.loads((out / "ladder.json").read_text())["rows"]
     assert after[0] == before[0]
     assert after[1]["reason"] == before[1]["reason"] != ""
-    assert main([*call, "--rung", "GDPA"]) == 0
+    assert main([*call, "--rung", "GDPA", "--bench", "GDPA"]) == 0
+    efficiency = json.loads((out / "efficiency.json").read_text())
+    assert efficiency["suite"] == "efficiency"
+    assert {"layers.0", "heads"} <= {unit["name"] for unit in efficiency["units"]}
     assert json.loads((out / "ladder.json").read_text())["rows"][0]["took_s"] != before[0]["took_s"]
 
 

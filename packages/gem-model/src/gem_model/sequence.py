@@ -146,12 +146,11 @@ class PersonalisedFFN(nn.Module):
         return history.plus(self._sum(hidden, self._transform(q, k, v, history).flatten(1)))
 
     def _sum(self, hidden: Tensor, personal: Tensor) -> Tensor:
-        """down(hidden) + out(personal), [T, d]: the second product adds to the first, and both biases are one."""
+        """down(hidden) + out(personal), [T, d]; plain biases are one, whose gradient is one sum."""
         down, out = self.down, self.out
         if not (type(down) is type(out) is nn.Linear):
             return down(hidden) + out(personal)  # type: ignore[no-any-return]
-        both = F.linear(hidden, down.weight, down.bias + out.bias)
-        return both.addmm_(personal.to(both.dtype), out.weight.to(both.dtype).t())
+        return F.linear(hidden, down.weight, down.bias + out.bias) + F.linear(personal, out.weight)
 
     def _parts(self, packed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """SwiGLU's product [T, hidden] and the normed queries [T, H, D]."""

@@ -83,12 +83,18 @@ def ladder(config: RunConfig, arguments: argparse.Namespace) -> int:
         names=tuple(arguments.rung),
         done=tuple(done),
         limit=arguments.limit,
+        bench=arguments.bench,
     )
     with _job(config) as runtime:
         rows: list[dict[str, Any]] = []
 
         def report(row: dict[str, Any]) -> None:
+            efficiency = row.pop("efficiency", None)
             rows.append(row)
+            if efficiency is not None and runtime.is_main:
+                out.mkdir(parents=True, exist_ok=True)
+                write_json(out / "efficiency.json", results.circumstances("efficiency") | efficiency)
+                print(render(efficiency), flush=True)
             if runtime.is_main:
                 print(results.line(row), flush=True)
                 write()  # after every rung: a ladder that is cut short has lost nothing

@@ -114,6 +114,12 @@ def parser() -> argparse.ArgumentParser:
     ladder.add_argument("--recompute", action="store_true", help="keep only the layers' inputs, on every rung")
     ladder.add_argument("--rung", metavar="NAME", action="append", default=[], help="measure only this; repeatable")
     ladder.add_argument(
+        "--bench",
+        metavar="NAME",
+        default="",
+        help="of this rung write efficiency.json, too, as `bench` does",
+    )
+    ladder.add_argument(
         "--limit", metavar="SECONDS", type=float, default=0.0, help="for a rung, compilation included (default: none)"
     )
 

@@ -27,7 +27,7 @@ from gem_train.ladder.hstu import time_hstu
 from gem_train.ladder.peers import install
 from gem_train.ladder.rungs import RUNGS, Rung, Stand
 from gem_train.measuring import alone
-from gem_train.measuring.bench import WARM_UP, batches, compile_layers, time_steps
+from gem_train.measuring.bench import WARM_UP, batches, compile_layers, measure, time_steps
 from gem_train.measuring.recompute import recompute
 from gem_train.progress import Progress
 from gem_train.run_dir import RunDir
@@ -48,6 +48,7 @@ class Options:
         recompute: keep only the inputs of the interleaved layers, on every rung.
         names: of the rungs to measure; empty is all.
         done: of rungs that have been measured before, to be stepped over unless they are in `names`.
+        bench: the rung of which everything is measured that `gem-train bench` measures, into `row["efficiency"]`.
         limit: seconds for a rung, torch.compile included; 0 is no limit. With one process only.
     """
 
@@ -60,6 +61,7 @@ class Options:
     names: Sequence[str] = ()
     done: Sequence[str] = ()
     limit: float = 0.0
+    bench: str = ""
 
 
 def climb(
@@ -75,7 +77,7 @@ def climb(
     Raises ValueError for a name that is no rung.
     """
     known = [rung.name for rung in rungs]
-    for name in options.names:
+    for name in (*options.names, *filter(None, [options.bench])):
         if name not in known:
             raise ValueError(f"{name!r} is no rung; there are {', '.join(map(repr, known))}")
     rows: list[dict[str, Any]] = []
@@ -103,6 +105,8 @@ def climb(
                         row |= speed.hstu(stand, here)
                     else:
                         row |= speed(stand, here, max(options.warm_up, rung.warm_up))
+                        if rung.name == options.bench:
+                            row["efficiency"] = speed.bench()
                     if options.train_steps and not rung.hstu:
                         speed.close()
                         with _trainer(stand, here, runtime, options) as trainer:
@@ -175,6 +179,15 @@ class _Speed:
             row["local_tflops"] = sum(u.flops for u in units) / sum(u.seconds for u in units) / 1e12
             row["local_mfu"] = alone.local_mfu(units, peak)
         return row
+
+    def bench(self) -> dict[str, Any]:
+        """All of `gem-train bench` for the rung that has just been timed."""
+        assert self._trainer is not None
+        options = self.options
+        repeats = max(1, options.repeats)
+        return measure(
+            self._trainer, options.fill, steps=options.steps, warm_up=0, repeats=repeats, by_kernel=True
+        )  # fmt: skip
 
     def hstu(self, stand: Stand, config: RunConfig) -> dict[str, Any]:
         """The peer that is another model, on the same batches."""

@@ -166,14 +166,6 @@ RUNGS = (
         same=False,
     ),
     Rung(
-        name="torch varlen + torch.compile",
-        what="what works on events in that rung, through torch.compile",
-        compile=True,
-        on="torch varlen",
-        aside=True,
-        missing=_varlen,
-    ),
-    Rung(
         name="HSTU layers, torch varlen + torch.compile",
         what="another model: HSTU layers of as many FLOPs, without tables, features and heads",
         compile=True,
@@ -181,6 +173,14 @@ RUNGS = (
         on="torch varlen",
         aside=True,
         same=False,
+        missing=_varlen,
+    ),
+    Rung(
+        name="torch varlen + torch.compile",
+        what="what works on events in that rung, through torch.compile",
+        compile=True,
+        on="torch varlen",
+        aside=True,
         missing=_varlen,
     ),
     Rung(
