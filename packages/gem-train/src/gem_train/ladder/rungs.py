@@ -166,6 +166,14 @@ RUNGS = (
         same=False,
     ),
     Rung(
+        name="torch varlen + torch.compile",
+        what="what works on events in that rung, through torch.compile",
+        compile=True,
+        on="torch varlen",
+        aside=True,
+        missing=_varlen,
+    ),
+    Rung(
         name="HSTU layers, torch varlen + torch.compile",
         what="another model: HSTU layers of as many FLOPs, without tables, features and heads",
         compile=True,
@@ -173,14 +181,6 @@ RUNGS = (
         on="torch varlen",
         aside=True,
         same=False,
-        missing=_varlen,
-    ),
-    Rung(
-        name="torch varlen + torch.compile",
-        what="what works on events in that rung, through torch.compile",
-        compile=True,
-        on="torch varlen",
-        aside=True,
         missing=_varlen,
     ),
     Rung(
