@@ -58,6 +58,19 @@ def test_non_finite_blocks_and_what_was_not_asked_for():
         assert same(col.col, quantize(x, spec, dim=0, backend="reference").t())
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(256, 128), (130, 200)])
+def test_the_transposed_copy_may_have_square_blocks(rows, cols):
+    x = values(rows, cols).bfloat16()
+    with poisoned():
+        both = quantize_both(x, FP8_1X128, col_spec=FP8_128X128)
+        alone = quantize_both(x, FP8_128X128, row=False)
+    assert same(both.row, quantize(x, FP8_1X128, backend="reference"))
+    assert same(both.col, quantize(x, FP8_128X128, dim=0, backend="reference").t())
+    assert same(alone.col, both.col)
+    with pytest.raises(ValueError, match="same kind of scales"):
+        quantize_both(x, FP8_1X128, col_spec=FP8_128X128.with_(scale="float32"))
+
+
 def test_views_and_empty_tensors():
     x = values(64, 256)[:, 32:232]
     both = quantize_both(x)
