@@ -3,7 +3,7 @@
 Rows past a sequence's end are the next sequence's: they are read, and weighted by 0, which does not keep an infinity or
 a NaN out.
 `launch_backward.choose_backward` says whether the Hopper backward or the portable one runs. Through a narrow window the
-portable kernels run in both passes.
+kernels of `window` run in both passes, or the portable ones.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ def forward(
         on the GPU.
     """
     assert bias is None, "applies() refuses a bias"
+    if config is None and window.takes(q, k, q_offsets, left, right):
+        assert q_offsets is not None
+        q, scale, _ = _positive(q, scale)
+        return window.forward(q, k, v, q_offsets, k_offsets, scale, left, right)
     if config is None and triton.narrow(left, right):  # 192 rows and steps of 128 keys would do several times the work
         return triton.forward(q, k, v, q_offsets, k_offsets, None, max_q, max_k, scale, left, right)
     q, scale, _ = _positive(q, scale)
@@ -64,6 +68,11 @@ def backward(
     *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV and an empty bias gradient; `config=None` lets `launch_backward.choose_backward` decide."""
+    if config is None and window.takes(q, k, q_offsets, left, right):
+        assert q_offsets is not None
+        q, scale, sign = _positive(q, scale)
+        dq, dk, dv = window.backward(dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, scale, left, right)
+        return (dq if sign > 0 else dq * sign), dk, dv, torch.empty(0, dtype=q.dtype, device=q.device)
     if config is None and not triton.narrow(left, right) and support.backward_applies(q, k, left, right):
         config = launch_backward.choose_backward(max_q, max_k)
     if config is None:

@@ -121,7 +121,10 @@ def _add_kernel(
 
 
 @triton.jit
-def _sum_kernel(values_ptr, out_f32, row_offsets, values_row, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def _sum_kernel(
+    values_ptr, out_f32, row_offsets, values_row, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
     """The sum of a sequence's rows; a program has one sequence and BN columns, and the order of the sum is fixed."""
     blocks: tl.constexpr = (C + BN - 1) // BN
     program = tl.program_id(0).to(tl.int64)
@@ -129,7 +132,7 @@ def _sum_kernel(values_ptr, out_f32, row_offsets, values_row, C: tl.constexpr, B
     first = (program % blocks) * BN
     start, length = tiling.span(row_offsets, sequence)
     total = tl.zeros((BM, BN), tl.float32)
-    for place in range(0, length, BM):
+    for place in tl.range(0, length, BM, num_stages=STAGES):
         here = place + tl.arange(0, BM)
         total += _load(values_ptr, start + here, values_row, here < length, first, C, BN).to(tl.float32)
     column = first + tl.arange(0, BN)
@@ -223,14 +226,14 @@ def segment_sum(values: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     t = sum_tile(width)
     launch(
         _sum_kernel, batch * triton.cdiv(width, t.bn), values.device, t,
-        values, out, offsets.contiguous(), values.stride(0), C=width, BM=t.bm, BN=t.bn,
+        values, out, offsets.contiguous(), values.stride(0), C=width, BM=t.bm, BN=t.bn, STAGES=t.stages,
     )  # fmt: skip
     return out
 
 
 def sum_tile(width: int) -> Tile:
     """Few columns for a program, so that a batch of long sequences has many of them. Untimed."""
-    return Tile(bm=64, bn=min(64, max(16, triton.next_power_of_2(width))), stages=1)
+    return Tile(bm=64, bn=min(64, max(16, triton.next_power_of_2(width))), stages=3)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -243,7 +246,7 @@ def compile_cases() -> list[CompileCase]:
             ("concat", _join_kernel, {"SPLIT": False}),
             ("split", _join_kernel, {"SPLIT": True}),
             ("add", _add_kernel, {}),
-            ("sum", _sum_kernel, {}),
+            ("sum", _sum_kernel, {"STAGES": sum_tile(width).stages}),
         ):
             t = sum_tile(width) if name == "sum" else tile(width)
             constants: dict[str, object] = {**extra, "C": width, "BM": t.bm, "BN": t.bn}
