@@ -13,7 +13,7 @@ import pyarrow.csv as csv
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
-from gem_data import Collator, EventLog, SourceUnavailable, inspect, prepare
+from gem_data import Collator, EventLog, SourceUnavailable, build_log, inspect, prepare
 from gem_data.log.inspection import histogram, summary
 from gem_data.sources import kuairand, layouts, open_bandit, wheel
 from gem_data.sources.files import files
@@ -282,6 +282,11 @@ def test_open_bandit_layout(tmp_path):
         log.vocabularies["user"].texts.values()
     ) == ["a-b-c-d"]
     assert "propensity" not in log.schema.dense_names
+    table, schema = open_bandit.load(tmp_path / "data")  # the same in memory
+    build_log(table, schema, tmp_path / "whole")
+    whole = EventLog.open(tmp_path / "whole")
+    assert whole.column("item").tolist() == [79, 113, 159]
+    assert whole.column("affinity").tolist() == [79, 33, 45]
     with pytest.raises(SourceUnavailable, match="no file of the Open Bandit sample"):
         open_bandit.events(tmp_path / "log")
     (tmp_path / "data" / "bts" / "all" / "all.csv").write_text("a,b\n1,2\n")

@@ -143,7 +143,17 @@ def test_other_packages_can_register_recipes(monkeypatch):
     broken = EntryPoint(name="broken", value="no_such_module:recipe", group=recipes.GROUP)
     wrong = EntryPoint(name="wrong", value="builtins:dict", group=recipes.GROUP)
     monkeypatch.setattr(recipes, "entry_points", lambda group: [point, broken, wrong])
-    assert recipes.names() == ["broken", "large", "log", "ml100k", "ours", "synthetic", "wrong"]
+    assert recipes.names() == [
+        "broken",
+        "clicks10m",
+        "large",
+        "log",
+        "ml100k",
+        "openbandit",
+        "ours",
+        "synthetic",
+        "wrong",
+    ]
     assert recipes.load("ours").recipe == "ours"
     with pytest.raises(ValueError, match="no_such_module"):
         recipes.load("broken")

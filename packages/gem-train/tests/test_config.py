@@ -213,7 +213,14 @@ def test_every_setting_of_a_run_can_be_overridden_with_its_own_value():
             if isinstance(value, dict):
                 yield from assignments(value, f"{here}.")
             else:
-                yield f"{here}={str(value).lower() if isinstance(value, bool) else value}"
+                yield f"{here}={text(value)}"
+
+    def text(value):
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, list) and value and isinstance(value[0], dict):  # tables, as TOML writes them in a line
+            return "[" + ", ".join("{" + ", ".join(f"{k} = {v!r}" for k, v in t.items()) + "}" for t in value) + "]"
+        return value
 
     assert override(config, list(assignments(to_dict(config)))) == config
 

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from gem_model.config import GemConfig, ModelInputs
 from gem_model.dropout import Dropout
 
+SOFT = 3.0  # standard deviations
+
 
 class Reader(nn.Module):
-    """logits = W MLP(LN [wide || rows]), [B, K]: wide are the dense features and the evidence, rows those of X.
+    """logits = W MLP(LN [s(wide) || rows]), [B, K]: wide are the dense features and the evidence, rows those of X.
 
-    The MLP is of Linear, GELU and dropout, with ``config.reader`` hidden units.
+    The MLP is of Linear, GELU and dropout, with ``config.reader`` hidden units. s(x) = x / (1 + |x| / 3): a feature
+    that is seldom set is many standard deviations large when it is, and would make all others small in the norm.
     """
 
     def __init__(self, config: GemConfig, inputs: ModelInputs, *, n_wide: int) -> None:
@@ -36,7 +39,7 @@ class Reader(nn.Module):
 
     def forward(self, wide: Tensor, rows: Tensor) -> Tensor:
         """What reaches the logits linearly, [B, n_wide], and the features' rows side by side, [B, S D] -> [B, K]."""
-        x = self.norm(torch.cat((wide, self.dropout(rows).to(wide.dtype)), dim=1))
+        x = self.norm(torch.cat((wide / (1.0 + wide.abs() / SOFT), self.dropout(rows).to(wide.dtype)), dim=1))
         for linear in self.hidden:
             x = self.dropout(F.gelu(linear(x)))
         logits: Tensor = self.out(x)

@@ -95,6 +95,12 @@ def events(folder: str | Path | None = None) -> Events:
     return Events(name="open-bandit", schema=schema(), tables=tables, identity=identity, licence=LICENCE)
 
 
+def load(folder: str | Path | None = None) -> tuple[pa.Table, Schema]:
+    """All impressions as one table, and their schema: small enough for memory. Raises as `events` does."""
+    found = events(folder)
+    return pa.concat_tables(list(found.tables())), found.schema
+
+
 def _table(path: Path, policy: str, campaign: str) -> pa.Table:
     features = [f"user_feature_{i}" for i in range(4)]
     items = CAMPAIGNS[campaign]

@@ -15,7 +15,8 @@ from gem_model.batch import BatchLike
 from gem_model.config import ModelInputs, Source
 from gem_model.dropout import Dropout
 from gem_model.embed import Rows, pick, sum_pool
-from gem_model.heads import rate_logits
+from gem_model.heads import float32, rate_logits
+from gem_model.init import HEAD_INIT
 from gem_model.ranker import Ranker
 from gem_model.sequence import place_events
 
@@ -69,7 +70,11 @@ class Interest(nn.Module):
 
 
 class DIN(Ranker):
-    """``DIN(DinConfig(), inputs)(batch)`` -> logits [B, K]: an MLP of interests, sparse features and dense features."""
+    """``DIN(DinConfig(), inputs)(batch)`` -> logits [B, K]: an MLP of interests, sparse features and dense features.
+
+    The sum of the interests grows with the history, so a LayerNorm stands before the MLP, where the paper has its Dice
+    units with batch statistics. As every baseline here it has a linear path from the dense features, too.
+    """
 
     def __init__(self, config: DinConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
         super().__init__(inputs, device=device)
@@ -81,19 +86,30 @@ class DIN(Ranker):
                 + len(inputs.sparse) * inputs.table_dim
                 + inputs.dense
             ]
-            layers: list[nn.Module] = []
+            layers: list[nn.Module] = [nn.LayerNorm(sizes[0])]
             for size in config.hidden:
                 layers += [nn.Linear(sizes[-1], size), nn.PReLU(), Dropout(config.dropout)]
                 sizes.append(size)
             self.mlp = nn.Sequential(*layers)
             self.out = nn.Linear(sizes[-1], len(inputs.tasks))
+            self.wide = nn.Linear(inputs.dense, len(inputs.tasks), bias=False) if inputs.dense else None
+        if self.place.type != "meta":
+            self._start_small()
 
     def reset_parameters(self) -> None:
         """Draw every parameter but the tables' again, and forget the dense features' statistics."""
         super().reset_parameters()
         for module in (*self.interests.modules(), *self.mlp.modules(), self.out):
-            if isinstance(module, (nn.Linear, nn.PReLU)):
+            if isinstance(module, (nn.Linear, nn.PReLU, nn.LayerNorm)):
                 module.reset_parameters()
+        self._start_small()
+
+    @torch.no_grad()
+    def _start_small(self) -> None:
+        """The first logits are the bias with a little noise."""
+        self.out.weight.mul_(HEAD_INIT)
+        if self.wide is not None:
+            self.wide.weight.zero_()
 
     def forward(self, batch: BatchLike) -> Tensor:
         """Logits [B, K] float32."""
@@ -103,7 +119,13 @@ class DIN(Ranker):
         dense = self.dense(batch)
         if dense is not None:
             parts.append(dense)
-        return self.out(self.mlp(torch.cat(parts, dim=1))).float()
+        x = self.mlp(torch.cat(parts, dim=1))
+        with float32(x.device.type):
+            logits: Tensor = self.out(x.float())
+            if self.wide is not None:
+                assert dense is not None
+                logits = logits + self.wide(dense.float())
+        return logits
 
     def units(self) -> list[str]:
         """The MLP alone: what is below is small."""

@@ -19,9 +19,11 @@ from gem_train.errors import UserError
 
 GROUP = "gem_train.recipes"
 BUILT_IN = (
+    "clicks10m",
     "large",
     "log",
     "ml100k",
+    "openbandit",
     "synthetic",
 )  # there also in a source tree that is not installed and so has no entry points
 

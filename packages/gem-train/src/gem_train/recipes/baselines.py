@@ -18,13 +18,16 @@ class Tuned:
     run: tuple[str, ...] = ()
 
 
-_CALM = (  # models without evidence over-fit MovieLens-100K in the second epoch at GEM's rates
+_CALM = (  # models without evidence over-fit MovieLens-100K in the second epoch at GEM's rates, and by demographics
+    "inputs.exclude=user,age,gender,occupation",
     "optim.lr=1e-3",
     "optim.weight_decay=0.3",
     "optim.sparse_lr=0.05",
     "optim.ema_decay=none",
     "optim.schedule=cosine",
     "optim.sparse_schedule=cosine",
+    "optim.final_ratio=0.05",
+    "optim.warmup_steps=30",
     "train.epochs=2",
 )
 
