@@ -248,6 +248,7 @@ def test_ladder_from_the_command_line(cache, tmp_path, capsys, monkeypatch):
     assert list(rows) == [rung.name for rung in RUNGS]
     assert all(name in said for name in rows)
     assert found["suite"] == "ladder"
+    assert found["command"].startswith("gem-train ")
     assert found["lengths"] == {"events": "uniform in 1..9"}
     assert "CPU" in found["peak"]
     measured = [r for r in found["rows"] if not r["reason"]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ def circumstances(suite: str) -> dict[str, Any]:
         "devices": env["devices"],
         "commit": env["commit"],
         "versions": {k: v for k, v in env["versions"].items() if v is not None},
-        "command": env["command"],
+        "command": f"gem-train {shlex.join(Path(a).name if a.startswith('/') else a for a in sys.argv[1:])}",
     }
 
 
