@@ -112,7 +112,8 @@ class Bench:
             for s in self.inputs.sources
         }
         width = preset(args.model).width
-        self.costs = sum(LengthCost(quadratic=1, linear=6 * width)(n) for n in self.lengths.values())
+        cost = LengthCost(quadratic=1, linear=6 * width)
+        self.costs = np.sum([cost(n) for n in self.lengths.values()], axis=0)
 
     def shape(self, experts: int) -> Any:
         """The model's configuration; an ensemble has two experts for every rank of the expert axis."""
