@@ -83,16 +83,23 @@ def test_loops_over_tiles_carry_the_whole_record() -> None:
     done = subprocess.run([sys.executable, "-c", CARRIED], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == [
-        # consumers: step, tile, rows, the buffer before, and in turns the block; loaders: place in the list, tile; step,
-        # tile, rows
+        # consumers: step, tile, rows, the buffer before, in turns the block; loaders: place in the list, tile and then
+        # step, tile, rows
         "forward d64 3x128 [4, 4, 4, 2, 3]",
         "forward d64 3x128 causal [4, 4, 4, 2, 3]",
         "forward d64 3x128 window [4, 4, 4, 2, 3]",
         "forward d64 3x64 [5, 5, 5, 2, 3]",
-        "backward d64 stream [2, 2, 2]",  # step and visit: the backward reads the record inside the loop
-        "backward d64 short-keys [1, 1]",
-        "backward d64 short-queries [1, 1]",
-        "d64 [1, 1, 1, 1, 1]",  # dQ from dS
+        # consumers: step, visit and the tile's rows; the loader: tile, step, visit and records; then dQ from dS
+        *(
+            f"{kernel}{mask} {carried}"
+            for mask in ("", " causal", " window")
+            for kernel, carried in (
+                ("backward d64 stream", [3, 3, 3, 4]),
+                ("backward d64 short-keys", [1, 1]),
+                ("backward d64 short-queries", [1, 1]),
+                ("d64", [3, 3, 3, 3, 3]),
+            )
+        ),
     ]
 
 
@@ -148,12 +155,35 @@ def test_choice_of_the_backward() -> None:
         assert choose(1 << 16, 1 << 16) is None
 
 
+def test_choice_of_the_backward_with_masks_and_groups() -> None:
+    choose = launch_backward.choose_backward
+    assert choose(64, 1000, group=2) is launch_backward.BACKWARD["stream"]  # its dK and dV would be sums over heads
+    assert choose(1000, 64, group=4, right=0) is launch_backward.BACKWARD["short-keys"]
+    assert choose(1 << 16, 1 << 16, left=256, right=0) is launch_backward.BACKWARD["stream"]
+
+
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (5, -1), (0, 0), (64, 0), (63, 1), (100, 70)])
+def test_the_workspace_holds_every_key_block_that_a_query_block_sees(left: int, right: int) -> None:
+    from gem_kernels.testing import seen
+
+    for len_q, len_k in ((200, 200), (130, 300), (300, 129), (1, 190)):
+        mask = seen(len_q, len_k, False, (left, right)).numpy()
+        blocks = [
+            [bool(mask[i : i + 64, j : j + 64].any()) for j in range(0, len_k, 64)] for i in range(0, len_q, 64)
+        ]  # fmt: skip
+        most = launch_backward.keys_in_sight(len_k, left, right)
+        places = [[j % most for j, inside in enumerate(row) if inside] for row in blocks]
+        assert all(len(set(row)) == len(row) for row in places)
+        assert most <= -(-len_k // 64)
+
+
 def test_short_kernels_take_short_sequences_only() -> None:
     keys, queries = (launch_backward.BACKWARD[name] for name in ("short-keys", "short-queries"))
     assert keys.fits(1000, 64)
     assert not keys.fits(64, 65)
     assert queries.fits(64, 1000)
     assert not queries.fits(65, 64)
+    assert not queries.fits(64, 64, group=2)
 
 
 def small() -> suite.Problem:

@@ -109,7 +109,7 @@ def _public(p: Problem, backend: str) -> Variant:
 
 def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
     """Every configuration of the Hopper kernels: forward ones with no backward and the reverse."""
-    from gem_kernels.hopper import launch, launch_backward, support
+    from gem_kernels.hopper import launch, launch_backward
 
     options: dict[str, Any] = {"act": p.act or "softmax", "out_scale": 1.0}
     left, right = p.case.window
@@ -122,16 +122,17 @@ def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
 
     def backward(config: launch_backward.BackwardConfig) -> tuple[Tensor, ...]:
         if not kept:
-            kept.extend(launch.forward(p.q, p.k, p.v, *p.where, p.scale, **options))
+            kept.extend(launch.forward(p.q, p.k, p.v, *p.where, p.scale, left=left, right=right, **options))
         out, lse = kept
         return launch_backward.backward(
-            p.dout, None, p.q, p.k, p.v, out, lse, *p.where, p.scale, config=config, **options
-        )
+            p.dout, None, p.q, p.k, p.v, out, lse, *p.where, p.scale,
+            left=left, right=right, config=config, **options,
+        )  # fmt: skip
 
     for name, config in launch.FORWARD.items():
         yield f"hopper {name}", Variant(functools.partial(forward, config), None)
     for name, way in launch_backward.BACKWARD.items():
-        if way.fits(p.case.max_q, p.case.max_k) and support.backward_applies(p.q, p.k, left, right):
+        if way.fits(p.case.max_q, p.case.max_k):
             yield f"hopper {name}", Variant(None, functools.partial(backward, way))
 
 

@@ -45,14 +45,12 @@ def backward(
     *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV; `config=None` lets `launch_backward.choose_backward` decide."""
-    if config is None and support.backward_applies(q, k, left, right):
-        config = launch_backward.choose_backward(max_q, max_k)
+    config = config or launch_backward.choose_backward(max_q, max_k, q.shape[1] // k.shape[1], left, right)
     if config is None:
         return triton.backward(
             dout, q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right
         )
-    assert max(left, right) < 0, "applies() refuses masks"
     return launch_backward.backward(
         dout, None, q, k, v, None, None, q_offsets, k_offsets, max_q, max_k, scale,
-        act=activation, out_scale=out_scale, config=config,
+        act=activation, out_scale=out_scale, left=left, right=right, config=config,
     )  # fmt: skip

@@ -89,9 +89,11 @@ def activate_with_grad(x, ACT: gl.constexpr):
         y = gl.maximum(x, 0.01 * x)
         d = gl.where(x > 0, 1.0, 0.01)
     elif ACT == "silu" or ACT == "silu_poly":
-        s = 0.5 * tanh(0.5 * x) + 0.5
-        y = x * s
-        d = s + y * (1.0 - s)
+        h = 0.5 * x
+        t = tanh(h)
+        y = h * t + h
+        a = 0.5 * y + 0.5
+        d = t * (1.0 - a) + a  # (1 + y + t (1 - y)) / 2
     elif ACT == "gelu_tanh":
         x2 = x * x
         t = tanh(x * (0.7978845608028654 + 0.035677408136300125 * x2))

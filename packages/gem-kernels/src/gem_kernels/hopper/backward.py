@@ -1,8 +1,8 @@
 """The backward of jagged attention and GDPA on Hopper, first of two kernels: dK and dV, and dS for `query_gradient`.
 
-Persistent and warp-specialised: one loader warp, two consumer warpgroups that own 64 key rows each and keep dK and dV
-in registers while steps of 64 query rows pass by. Scores are computed transposed, so that P^T and dS^T are operands
-straight from registers:
+Persistent and warp-specialised: one loader warp, NC consumer warpgroups that own 64 key rows each and keep dK and dV
+in registers while steps of 64 query rows pass by, those of every query head that reads these keys. Scores are computed
+transposed, so that P^T and dS^T are operands straight from registers:
 
     S^T = K Q^T    P^T = exp2(S^T scale - LSE)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
     dV += P^T dO   dK += dS^T Q
@@ -10,8 +10,12 @@ straight from registers:
 dS^T goes out as it is, in BF16 (the precision in which it enters dK), one block of 64 keys x 64 queries after the
 other. So the backward computes five products and no more, nothing is added up in memory, and the result is the same
 bit by bit. The blocks of dS are numbered (`Workspace` of `launch_backward`): a sequence's query blocks from
-q_offsets[b] // 64 + b on, for each of them the key blocks side by side. A launch does the sequences whose first query
-block lies in a window of these numbers, so that the workspace stays as small as the caller wishes.
+q_offsets[b] // 64 + b on, for each of them `key_blocks` places, key block j at j modulo `key_blocks`: as many as a
+query block can see. A launch does the sequences whose first query block lies in a window of these numbers, so that the
+workspace stays as small as the caller wishes.
+
+With a mask a tile's loader brings only the query blocks that one of its keys is seen from, a consumer computes only
+those that see one of its own, and masks where the mask's edge crosses a block.
 """
 
 from __future__ import annotations
@@ -26,287 +30,358 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gem_kernels.hopper.activations import activate_with_grad
-from gem_kernels.hopper.forward import tile_count
-
-BLOCK = gl.constexpr(64)  # key rows of a consumer, query rows of a step, and both of a block of dS
-
-
-@gluon.jit
-def tile_record(tiles_ptr, t, count):
-    """(own row, own rows, other row, other rows, head, sequence, first block) of this program's t-th tile; zeros past
-    its last.
-    """
-    programs = gl.num_programs(0)
-    column = gl.program_id(0)
-    column = gl.where(t % 2 == 0, column, programs - 1 - column)
-    p = tiles_ptr + (t * programs + column) * 8
-    inside = t < count
-    return (
-        gl.load(p, mask=inside, other=0),
-        gl.load(p + 1, mask=inside, other=0),
-        gl.load(p + 2, mask=inside, other=0),
-        gl.load(p + 3, mask=inside, other=0),
-        gl.load(p + 4, mask=inside, other=0),
-        gl.load(p + 6, mask=inside, other=0),
-        gl.load(p + 7, mask=inside, other=0),
-    )
+from gem_kernels.hopper.backward_block import BLOCK, in_sight, product, put_rows, score_gradient, weights
+from gem_kernels.hopper.exchange import pack, take, tile_row, unpack
+from gem_kernels.hopper.records import FIELDS, RECORDS
 
 
 @gluon.jit
-def _producer(inputs, buffers, barriers, D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, ACT: gl.constexpr):
-    q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, window, query_blocks = inputs
+def _loader(
+    inputs, records, buffers, barriers, mask,
+    NC: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles off the list, tells the consumers of each, and loads what it needs."""
+    q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, cursor_ptr, own_ptr, window, workspace = inputs
     first, last = window
+    query_blocks, window_blocks, key_blocks = workspace
+    left, right = mask
+    record, record_full, record_empty = records
     q_buf, do_buf, k_buf, v_buf, rows_buf = buffers
-    q_full, q_empty, do_full, do_empty, kv_full, kv_empty = barriers
+    q_full, do_full, step_empty, kv_full, kv_empty = barriers
+    L: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [1], [0])
+    total = gl.load(count_ptr)
+    t = gl.program_id(0)
     step = 0
     visit = 0
-    count = tile_count(count_ptr)
-    for t in range(count):
-        # Read here and not one tile ahead: Triton 3.6 forgets to carry some of these around the loop
-        # (docs/notes/hopper-attention.md).
-        k_start, rows, q_start, q_len, head, b, _f = tile_record(tiles_ptr, t, count)
-        block = q_start // BLOCK + b
-        if (block >= first) & (block < last):
-            column = head * D
-            slot = visit % 2
-            mbarrier.wait(kv_empty.index(slot), ((visit // 2) & 1) ^ 1)
-            full = kv_full.index(slot)
-            if rows > BLOCK:
-                mbarrier.expect(full, 4 * k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_desc, [k_start + BLOCK, column], full, k_buf.index(2 * slot + 1))
-                tma.async_copy_global_to_shared(v_desc, [k_start + BLOCK, column], full, v_buf.index(2 * slot + 1))
-            else:
-                mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [k_start, column], full, k_buf.index(2 * slot))
-            tma.async_copy_global_to_shared(v_desc, [k_start, column], full, v_buf.index(2 * slot))
-            visit += 1
-            statistics = head * query_blocks + block
-            for i in range(gl.cdiv(q_len, BLOCK)):
-                s = step % QS
-                row = q_start + i * BLOCK
-                mbarrier.wait(q_empty.index(s), ((step // QS) & 1) ^ 1)
-                if ACT == "softmax":
-                    mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
-                    at = (statistics + i) * (2 * BLOCK)
-                    tma.async_copy_global_to_shared(rows_desc, [at], q_full.index(s), rows_buf.index(2 * s))
-                    tma.async_copy_global_to_shared(rows_desc, [at + BLOCK], q_full.index(s), rows_buf.index(2 * s + 1))
-                else:
-                    mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(q_desc, [row, column], q_full.index(s), q_buf.index(s))
-                s = step % DS
-                mbarrier.wait(do_empty.index(s), ((step // DS) & 1) ^ 1)
-                mbarrier.expect(do_full.index(s), do_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(do_desc, [row, column], do_full.index(s), do_buf.index(s))
-                step += 1
+    tile = 0
+    while t >= 0:
+        k_row, rows, q_row, q_len, head, _out, b, first_block = unpack(tile_row(tiles_ptr, t, total, L), L)
+        block = q_row // BLOCK + b
+        # Not one tile ahead: Triton 3.6 forgets to carry some of these around the loop (docs/notes).
+        if t < total:
+            following = gl.num_programs(0) + take(cursor_ptr, total)
+        else:
+            following = -1
+        if (t >= total) | ((block >= first) & (block < last)):
+            n = gl.cdiv(q_len, BLOCK)
+            begin = 0
+            diagonal = 0
+            if LEFT or RIGHT:
+                k_len = (gl.load(own_ptr + b + 1) - gl.load(own_ptr + b)).to(gl.int32)
+                # Where the tile's first key stands, counted from where the sequence's first query does.
+                diagonal = first_block * BLOCK + q_len - k_len
+                begin, _end = in_sight(diagonal, right, left, n, RIGHT, LEFT)
+                final = diagonal + (gl.cdiv(rows, BLOCK) - 1) * BLOCK
+                _begin, end = in_sight(final, right, left, n, RIGHT, LEFT)
+                n = gl.maximum(end - begin, 0)
+                diagonal -= begin * BLOCK
+                q_len -= begin * BLOCK
+            r = tile % RECORDS
+            mbarrier.wait(record_empty.index(r), ((tile // RECORDS) & 1) ^ 1)
+            ds_row = (head * GROUP * window_blocks + block + begin - first) * key_blocks * BLOCK
+            record.index(r).store(pack(k_row, rows, q_len, n, head, ds_row, diagonal, first_block, L))
+            mbarrier.arrive(record_full.index(r), count=1)
+            tile += 1
+            if t < total:
+                slot = visit % 2
+                mbarrier.wait(kv_empty.index(slot), ((visit // 2) & 1) ^ 1)
+                for w in gl.static_range(NC):
+                    full = kv_full.index(slot * NC + w)
+                    if rows > w * BLOCK:
+                        mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
+                        at = [k_row + w * BLOCK, head, 0]
+                        tma.async_copy_global_to_shared(k_desc, at, full, k_buf.index(slot * NC + w))
+                        tma.async_copy_global_to_shared(v_desc, at, full, v_buf.index(slot * NC + w))
+                    else:
+                        mbarrier.arrive(full, count=1)
+                visit += 1
+                for g in range(GROUP):
+                    q_head = head * GROUP + g
+                    statistics = q_head * query_blocks + block + begin
+                    for i in range(n):
+                        s = step % QS
+                        at_row = q_row + (begin + i) * BLOCK
+                        # Free since dO of the step before could be loaded: Q has one stage more.
+                        full = q_full.index(s)
+                        if ACT == "softmax":
+                            mbarrier.expect(full, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
+                            at = (statistics + i) * (2 * BLOCK)
+                            tma.async_copy_global_to_shared(rows_desc, [at], full, rows_buf.index(2 * s))
+                            tma.async_copy_global_to_shared(rows_desc, [at + BLOCK], full, rows_buf.index(2 * s + 1))
+                        else:
+                            mbarrier.expect(full, q_desc.block_type.nbytes)
+                        from_row = (begin + i) * BLOCK if SHARED else at_row
+                        tma.async_copy_global_to_shared(q_desc, [from_row, q_head, 0], full, q_buf.index(s))
+                        s = step % DS
+                        mbarrier.wait(step_empty.index(s), ((step // DS) & 1) ^ 1)
+                        mbarrier.expect(do_full.index(s), do_desc.block_type.nbytes)
+                        tma.async_copy_global_to_shared(do_desc, [at_row, q_head, 0], do_full.index(s), do_buf.index(s))
+                        step += 1
+        t = following
 
 
 @gluon.jit
-def product(a, b, SL: gl.constexpr):
-    """a b^T [BLOCK, BLOCK], issued and not waited for."""
-    return warpgroup_mma(a, b.permute((1, 0)), gl.zeros([BLOCK, BLOCK], gl.float32, SL), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def put(acc, desc, ptr, stride, stage, row, column, rows, D: gl.constexpr, AL: gl.constexpr):
-    """A whole block goes out by TMA from `stage`, a sequence's last block by masked stores: its other rows are the next
-    sequence's.
-    """
-    x = acc.to(ptr.dtype.element_ty)
-    if rows >= BLOCK:
-        stage.store(x)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [row, column], stage)
-    else:
-        r = gl.arange(0, BLOCK, gl.SliceLayout(1, AL))
-        c = gl.arange(0, D, gl.SliceLayout(0, AL))
-        base = ptr + row.to(gl.int64) * stride + column
-        gl.store(base + (r * stride)[:, None] + c[None, :], x, mask=(r < rows)[:, None])
-
-
-@gluon.jit
-def _weights(S, scale, lse, q_left, ACT: gl.constexpr, SL: gl.constexpr):
-    """P^T of a step and what dP^T is multiplied by: P^T again, or the activation's slope."""
-    if ACT == "softmax":
-        p = gl.exp2(S * scale - lse.load(gl.SliceLayout(0, SL))[None, :])
-        slope = p
-    else:
-        inside = (gl.arange(0, BLOCK, gl.SliceLayout(0, SL)) < q_left)[None, :]
-        p, slope = activate_with_grad(S * scale, ACT)
-        p = gl.where(inside, p, 0.0)
-        slope = gl.where(inside, slope, 0.0)
-    return p, slope
-
-
-@gluon.jit
-def _score_gradient(slope, dP, delta, k_left, ACT: gl.constexpr, SL: gl.constexpr):
-    """dS^T of a step, 0 for keys past the sequence's end."""
-    if ACT == "softmax":
-        ds = slope * (dP - delta.load(gl.SliceLayout(0, SL))[None, :])
-    else:
-        ds = slope * dP
-    if k_left < BLOCK:
-        ds = gl.where((gl.arange(0, BLOCK, gl.SliceLayout(1, SL)) < k_left)[:, None], ds, 0.0)
-    return ds
-
-
-@gluon.jit
-def _send(dS, out, desc, row, SL: gl.constexpr):
+def _send(dS, out, desc, at_row, SL: gl.constexpr):
     """A block of dS goes out."""
     tma.store_wait(0)
-    out.store(gl.convert_layout(dS, SL))
+    out.reshape([BLOCK, BLOCK]).store(gl.convert_layout(dS, SL))
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [row, 0], out)
+    tma.async_copy_shared_to_global(desc, [at_row, 0, 0], out)
+
+
+@gluon.jit
+def _pass(step, n, barriers, QS: gl.constexpr, DS: gl.constexpr):
+    """Steps that a consumer has no part in: it keeps the rings turning."""
+    q_full, do_full, step_empty, _kv_full, _kv_empty = barriers
+    for i in range(n):
+        s = (step + i) % QS
+        o = (step + i) % DS
+        mbarrier.wait(q_full.index(s), ((step + i) // QS) & 1)
+        mbarrier.wait(do_full.index(o), ((step + i) // DS) & 1)
+        mbarrier.arrive(step_empty.index(o), count=1)
+    return step + n
+
+
+@gluon.jit
+def _step(
+    S, dv, k, v, step, q_left, k_left, d, problem, buffers, barriers,
+    NC: gl.constexpr, D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr,
+    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """From a step's scores: dV, to which its part may still be in flight, and its dS^T.
+
+    The weights are made while dP^T is in flight, and dS^T while dV is (of three consumers, whose registers are short,
+    another one's): ptxas moves arithmetic over waits for products, but not over products that need it.
+    """
+    scale, mask = problem
+    _q_buf, do_buf, _k_buf, _v_buf, rows_buf = buffers
+    _q_full, do_full, _step_empty, _kv_full, _kv_empty = barriers
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    RL: gl.constexpr = gl.SliceLayout(0, SL)
+    dtype: gl.constexpr = k.dtype
+    s = step % QS
+    o = step % DS
+    do = do_buf.index(o).reshape([BLOCK, D])
+    mbarrier.wait(do_full.index(o), (step // DS) & 1)
+    dP = product(v, do, SL)
+    p, slope = weights(S, scale, rows_buf.index(2 * s).load(RL), q_left, d, mask, ACT, SL, LEFT, RIGHT)
+    P = gl.convert_layout(p.to(dtype), PL)
+    dv = warpgroup_mma(P, do, dv, is_async=True)
+    dP, dv, P = warpgroup_mma_wait(1 if NC == 2 else 0, deps=(dP, dv, P))
+    ds = score_gradient(
+        slope, dP, rows_buf.index(2 * s + 1).load(RL), q_left, k_left, d, mask, ACT, SL, LEFT, RIGHT
+    )  # fmt: skip
+    return dv, gl.convert_layout(ds.to(dtype), PL)
+
+
+@gluon.jit
+def _head(
+    dk, dv, k, v, step, steps, left_over, out, release, problem, buffers, barriers,
+    NC: gl.constexpr, D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr,
+    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """What one head's queries add to dK and dV of 64 keys, and their dS."""
+    begin, end, n = steps
+    q_left, mine, d0 = left_over
+    ds_buf, ds_desc, ds_row, ds_step = out
+    before, has_before = release
+    q_buf, _do_buf, _k_buf, _v_buf, _rows_buf = buffers
+    q_full, _do_full, step_empty, _kv_full, _kv_empty = barriers
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    if LEFT or RIGHT:
+        step = _pass(step, begin, barriers, QS, DS)
+    if end > begin:
+        mbarrier.wait(q_full.index(step % QS), (step // QS) & 1)
+        S = product(k, q_buf.index(step % QS).reshape([BLOCK, D]), SL)
+        # What the tile before left in its K and V has gone out: they may be loaded anew.
+        tma.store_wait(0)
+        mbarrier.arrive(before, count=1, pred=has_before)
+        S = warpgroup_mma_wait(0, deps=(S,))
+        for i in range(begin, end - 1):
+            dv, dS = _step(
+                S, dv, k, v, step, q_left - i * BLOCK, mine, d0 - i * BLOCK, problem, buffers, barriers,
+                NC, D, QS, DS, ACT, LEFT, RIGHT,
+            )  # fmt: skip
+            s = step % QS
+            o = step % DS
+            step += 1
+            q = q_buf.index(step % QS).reshape([BLOCK, D])
+            mbarrier.wait(q_full.index(step % QS), (step // QS) & 1)
+            S = product(k, q, SL)
+            dk = warpgroup_mma(dS, q_buf.index(s).reshape([BLOCK, D]), dk, is_async=True)
+            _send(dS, ds_buf, ds_desc, ds_row, SL)
+            ds_row += ds_step
+            S, dv, dk, dS = warpgroup_mma_wait(0, deps=(S, dv, dk, dS))
+            mbarrier.arrive(step_empty.index(o), count=1)
+        i = end - 1
+        dv, dS = _step(
+            S, dv, k, v, step, q_left - i * BLOCK, mine, d0 - i * BLOCK, problem, buffers, barriers,
+            NC, D, QS, DS, ACT, LEFT, RIGHT,
+        )  # fmt: skip
+        s = step % QS
+        o = step % DS
+        step += 1
+        dk = warpgroup_mma(dS, q_buf.index(s).reshape([BLOCK, D]), dk, is_async=True)
+        _send(dS, ds_buf, ds_desc, ds_row, SL)
+        dv, dk, dS = warpgroup_mma_wait(0, deps=(dv, dk, dS))
+        mbarrier.arrive(step_empty.index(o), count=1)
+    else:
+        tma.store_wait(0)
+        mbarrier.arrive(before, count=1, pred=has_before)
+    if LEFT or RIGHT:
+        step = _pass(step, n - end, barriers, QS, DS)
+    return dk, dv, step
 
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, outputs, problem, buffers, ds_buf, barriers,
-    D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, ACT: gl.constexpr,
+    W: gl.constexpr, outputs, problem, records, buffers, ds_buf, barriers, mask,
+    D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, GROUP: gl.constexpr,
+    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride = outputs
-    tiles_ptr, count_ptr, scale, v_scale, k_scale, window, window_blocks, key_blocks = problem
-    first, last = window
-    q_buf, do_buf, k_buf, v_buf, rows_buf = buffers
-    q_full, q_empty, do_full, do_empty, kv_full, kv_empty = barriers
-    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    scale, v_scale, k_scale, workspace = problem
+    _query_blocks, window_blocks, key_blocks = workspace
+    left, right = mask
+    record, record_full, record_empty = records
+    _q_buf, _do_buf, k_buf, v_buf, _rows_buf = buffers
+    _q_full, _do_full, _step_empty, kv_full, kv_empty = barriers
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    RL: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     dtype: gl.constexpr = dk_ptr.dtype.element_ty
     step = 0
     visit = 0
-    count = tile_count(count_ptr)
-    for t in range(count):
-        k_start, rows, q_start, q_len, head, b, first_block = tile_record(tiles_ptr, t, count)
-        block = q_start // BLOCK + b
-        if (block >= first) & (block < last):
-            n = gl.cdiv(q_len, BLOCK)
+    rows = 1
+    while rows > 0:
+        r = visit % RECORDS
+        mbarrier.wait(record_full.index(r), (visit // RECORDS) & 1)
+        k_row, rows, q_left, n, head, ds_row, diagonal, first_block = unpack(record.index(r).load(RL), RL)
+        mbarrier.arrive(record_empty.index(r), count=1)
+        if rows > 0:
             mine = rows - W * BLOCK
             slot = visit % 2
-            mbarrier.wait(kv_full.index(slot), (visit // 2) & 1)
+            before = kv_empty.index(1 - slot)
+            mbarrier.wait(kv_full.index(slot * NC + W), (visit // 2) & 1)
             if mine > 0:
-                k = k_buf.index(2 * slot + W)
-                v = v_buf.index(2 * slot + W)
+                k = k_buf.index(slot * NC + W)
+                v = v_buf.index(slot * NC + W)
+                begin, end = in_sight(diagonal + W * BLOCK, right, left, n, RIGHT, LEFT)
+                ds_row += ((first_block + W) % key_blocks + begin * key_blocks) * BLOCK
                 dk = gl.zeros([BLOCK, D], gl.float32, AL)
                 dv = gl.zeros([BLOCK, D], gl.float32, AL)
-                if n > 0:
-                    ds_row = ((head * window_blocks + block - first) * key_blocks + first_block + W) * BLOCK
-                    s = step % QS
-                    d = step % DS
-                    mbarrier.wait(q_full.index(s), (step // QS) & 1)
-                    S = product(k, q_buf.index(s), SL)
-                    mbarrier.wait(do_full.index(d), (step // DS) & 1)
-                    dP = product(v, do_buf.index(d), SL)
-                    # What the tile before left in its K and V has gone out: they may be loaded anew.
-                    tma.store_wait(0)
-                    mbarrier.arrive(kv_empty.index(1 - slot), count=1, pred=visit > 0)
-                    S = warpgroup_mma_wait(1, deps=(S,))
-                    p, slope = _weights(S, scale, rows_buf.index(2 * s), q_len, ACT, SL)
-                    P = gl.convert_layout(p.to(dtype), PL)
-                    dP = warpgroup_mma_wait(0, deps=(dP,))
-                    ds = _score_gradient(slope, dP, rows_buf.index(2 * s + 1), mine, ACT, SL)
-                    dS = gl.convert_layout(ds.to(dtype), PL)
-                    for i in range(1, n):
-                        # dV and dK of the step before run under the weights of this one.
-                        s0 = step % QS
-                        d0 = step % DS
-                        step += 1
-                        s = step % QS
-                        d = step % DS
-                        mbarrier.wait(q_full.index(s), (step // QS) & 1)
-                        S = product(k, q_buf.index(s), SL)
-                        dv_flying = warpgroup_mma(P, do_buf.index(d0), dv, is_async=True)
-                        dk_flying = warpgroup_mma(dS, q_buf.index(s0), dk, is_async=True)
-                        _send(dS, ds_buf.index(W), ds_desc, ds_row, SL)
-                        ds_row += key_blocks * BLOCK
-                        S = warpgroup_mma_wait(2, deps=(S,))
-                        p, slope = _weights(S, scale, rows_buf.index(2 * s), q_len - i * BLOCK, ACT, SL)
-                        dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv_flying, dk_flying, P, dS))
-                        mbarrier.arrive(q_empty.index(s0), count=1)
-                        mbarrier.arrive(do_empty.index(d0), count=1)
-                        mbarrier.wait(do_full.index(d), (step // DS) & 1)
-                        dP = product(v, do_buf.index(d), SL)
-                        P = gl.convert_layout(p.to(dtype), PL)
-                        dP = warpgroup_mma_wait(0, deps=(dP,))
-                        ds = _score_gradient(slope, dP, rows_buf.index(2 * s + 1), mine, ACT, SL)
-                        dS = gl.convert_layout(ds.to(dtype), PL)
-                    s0 = step % QS
-                    d0 = step % DS
-                    step += 1
-                    dv_flying = warpgroup_mma(P, do_buf.index(d0), dv, is_async=True)
-                    dk_flying = warpgroup_mma(dS, q_buf.index(s0), dk, is_async=True)
-                    _send(dS, ds_buf.index(W), ds_desc, ds_row, SL)
-                    dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv_flying, dk_flying, P, dS))
-                    mbarrier.arrive(q_empty.index(s0), count=1)
-                    mbarrier.arrive(do_empty.index(d0), count=1)
+                steps = (begin, end, n)
+                left_over = (q_left, mine, diagonal + W * BLOCK)
+                for g in range(GROUP):
+                    at = ds_row + g * window_blocks * key_blocks * BLOCK
+                    dk, dv, step = _head(
+                        dk, dv, k.reshape([BLOCK, D]), v.reshape([BLOCK, D]), step, steps, left_over,
+                        (ds_buf.index(W), ds_desc, at, key_blocks * BLOCK), (before, (visit > 0) & (g == 0)),
+                        (scale, mask), buffers, barriers, NC, D, QS, DS, ACT, LEFT, RIGHT,
+                    )  # fmt: skip
+                at_row = k_row + W * BLOCK
+                k_out = k.reshape([BLOCK, D])
+                v_out = v.reshape([BLOCK, D])
+                v_out.store((dv * v_scale).to(dtype))
+                k_out.store((dk * k_scale).to(dtype))
+                if mine >= BLOCK:
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(dv_desc, [at_row, head, 0], v)
+                    tma.async_copy_shared_to_global(dk_desc, [at_row, head, 0], k)
                 else:
-                    tma.store_wait(0)
-                    mbarrier.arrive(kv_empty.index(1 - slot), count=1, pred=visit > 0)
-                k_row = k_start + W * BLOCK
-                put(dv * v_scale, dv_desc, dv_ptr, stride, v, k_row, head * D, mine, D, AL)
-                put(dk * k_scale, dk_desc, dk_ptr, stride, k, k_row, head * D, mine, D, AL)
+                    put_rows(dv_ptr, stride, v_out, at_row, head * DIM, mine, D, DIM)
+                    put_rows(dk_ptr, stride, k_out, at_row, head * DIM, mine, D, DIM)
             else:
                 tma.store_wait(0)
-                mbarrier.arrive(kv_empty.index(1 - slot), count=1, pred=visit > 0)
-                for _ in range(n):
-                    s = step % QS
-                    d = step % DS
-                    mbarrier.wait(q_full.index(s), (step // QS) & 1)
-                    mbarrier.arrive(q_empty.index(s), count=1)
-                    mbarrier.wait(do_full.index(d), (step // DS) & 1)
-                    mbarrier.arrive(do_empty.index(d), count=1)
-                    step += 1
-            visit += 1
+                mbarrier.arrive(before, count=1, pred=visit > 0)
+                step = _pass(step, n * GROUP, barriers, QS, DS)
+        visit += 1
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["first", "last", "query_blocks", "window_blocks", "key_blocks"])
+@gluon.jit(
+    do_not_specialize=["first", "last", "query_blocks", "window_blocks", "key_blocks", "left", "right"]
+)  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride,
-    tiles_ptr, count_ptr, first, last, query_blocks, window_blocks, key_blocks, scale, v_scale, k_scale,
-    D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, ACT: gl.constexpr,
+    tiles_ptr, count_ptr, cursor_ptr, own_ptr, first, last, query_blocks, window_blocks, key_blocks, left, right,
+    scale, v_scale, k_scale,
+    D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, GROUP: gl.constexpr,
+    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SHARED: gl.constexpr,
+    REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
 ):  # fmt: skip
     """dV = v_scale P^T dO, dK = k_scale dS^T Q, and dS. For softmax `scale` holds log2(e) as a factor.
 
     rows: LSE in base 2 and delta of every query block of every head, [H, query_blocks, 2, 64] float32. `first`, `last`:
     the window of query block numbers; the workspace holds `window_blocks` of them for every head, `key_blocks` blocks
-    of dS each. QS, DS: stages of Q and of dO.
+    of dS each. QS, DS: stages of Q and of dO. A query at position p = i + (Lk - Lq) sees keys p - left (with LEFT) to
+    p + right (with RIGHT). SHARED: Q [L, H, DIM] serves every sequence.
     """
     dtype: gl.constexpr = dk_ptr.dtype.element_ty
-    q_buf = gl.allocate_shared_memory(dtype, [QS, BLOCK, D], q_desc.layout)
-    do_buf = gl.allocate_shared_memory(dtype, [DS, BLOCK, D], q_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [4, BLOCK, D], k_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [4, BLOCK, D], k_desc.layout)
-    ds_buf = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK], ds_desc.layout)
+    q_buf = gl.allocate_shared_memory(dtype, [QS, BLOCK, 1, D], q_desc.layout)
+    do_buf = gl.allocate_shared_memory(dtype, [DS, BLOCK, 1, D], q_desc.layout)
+    k_buf = gl.allocate_shared_memory(dtype, [2 * NC, BLOCK, 1, D], k_desc.layout)
+    v_buf = gl.allocate_shared_memory(dtype, [2 * NC, BLOCK, 1, D], k_desc.layout)
+    ds_buf = gl.allocate_shared_memory(dtype, [NC, BLOCK, 1, BLOCK], ds_desc.layout)
     rows_buf = gl.allocate_shared_memory(gl.float32, [2 * QS, BLOCK], rows_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [DS, 1], BARRIER)
-    do_empty = gl.allocate_shared_memory(gl.int64, [DS, 1], BARRIER)
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    step_empty = gl.allocate_shared_memory(gl.int64, [DS, 1], BARRIER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2 * NC, 1], BARRIER)
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(QS):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(DS):
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(do_empty.index(i), count=2)
+        mbarrier.init(step_empty.index(i), count=NC)
     for i in gl.static_range(2):
+        mbarrier.init(kv_empty.index(i), count=NC)
+    for i in gl.static_range(2 * NC):
         mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
-    window = (first, last)
+    record = gl.allocate_shared_memory(gl.int32, [RECORDS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    record_full = gl.allocate_shared_memory(gl.int64, [RECORDS, 1], BARRIER)
+    record_empty = gl.allocate_shared_memory(gl.int64, [RECORDS, 1], BARRIER)
+    for i in gl.static_range(RECORDS):
+        mbarrier.init(record_full.index(i), count=1)
+        mbarrier.init(record_empty.index(i), count=NC)
+    mask = (left, right)
+    workspace = (query_blocks, window_blocks, key_blocks)
+    records = (record, record_full, record_empty)
     buffers = (q_buf, do_buf, k_buf, v_buf, rows_buf)
-    barriers = (q_full, q_empty, do_full, do_empty, kv_full, kv_empty)
+    barriers = (q_full, do_full, step_empty, kv_full, kv_empty)
     outputs = (ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride)
-    problem = (tiles_ptr, count_ptr, scale, v_scale, k_scale, window, window_blocks, key_blocks)
-    inputs = (q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, window, query_blocks)
-    gl.warp_specialize(
-        [
-            (_consumer, (0, outputs, problem, buffers, ds_buf, barriers, D, QS, DS, ACT)),
-            (_consumer, (1, outputs, problem, buffers, ds_buf, barriers, D, QS, DS, ACT)),
-            (_producer, (inputs, buffers, barriers, D, QS, DS, ACT)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    problem = (scale, v_scale, k_scale, workspace)
+    inputs = (
+        q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, cursor_ptr, own_ptr, (first, last), workspace
+    )  # fmt: skip
+    gl.static_assert(NC == 2 or NC == 3)
+    gl.static_assert(QS == DS + 1)
+    if NC == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, outputs, problem, records, buffers, ds_buf, barriers, mask,
+                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT)),
+                (_consumer, (1, outputs, problem, records, buffers, ds_buf, barriers, mask,
+                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT)),
+                (_loader, (inputs, records, buffers, barriers, mask, NC, QS, DS, GROUP, ACT, LEFT, RIGHT, SHARED)),
+            ],
+            [4, 1],
+            [REGS, LOADER_REGS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, outputs, problem, records, buffers, ds_buf, barriers, mask,
+                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT)),
+                (_consumer, (1, outputs, problem, records, buffers, ds_buf, barriers, mask,
+                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT)),
+                (_consumer, (2, outputs, problem, records, buffers, ds_buf, barriers, mask,
+                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT)),
+                (_loader, (inputs, records, buffers, barriers, mask, NC, QS, DS, GROUP, ACT, LEFT, RIGHT, SHARED)),
+            ],
+            [4, 4, 1],
+            [REGS, REGS, LOADER_REGS],
+        )  # fmt: skip

@@ -106,22 +106,14 @@ def _addressable(x: Tensor) -> bool:
     )
 
 
-def flat(x: Tensor) -> Tensor:
-    """`x` [T, H, D], copied only if heads are not side by side or TMA cannot address the rows."""
-    return x if (x.stride(1) == x.shape[2] or x.shape[1] == 1) and _addressable(x) else x.contiguous()
+def readable(x: Tensor) -> Tensor:
+    """`x` [T, H, D], copied only if TMA cannot read its rows."""
+    return x if _addressable(x) else x.contiguous()
 
 
 @functools.cache
 def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(shape), _GL_DTYPES[dtype])
-
-
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of `x` [T, H, D] seen as [T, H * D], in blocks of `rows` rows of one head."""
-    block = (rows, x.shape[2])
-    return TensorDescriptor(
-        x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], list(block), _layout(block, x.dtype)
-    )
 
 
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -151,7 +143,7 @@ def forward(
         return out, lse
     if k.shape[0] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    q, k, v = (x if _addressable(x) else x.contiguous() for x in (q, k, v))
+    q, k, v = readable(q), readable(k), readable(v)
     masked = left >= 0 or right >= 0
     config = config or choose_forward(total / batch, k.shape[0] / batch, max_k, masked)
     own = torch.arange(2, device=q.device) * length if q_offsets is None else q_offsets

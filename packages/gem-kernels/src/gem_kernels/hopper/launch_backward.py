@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gem_kernels.hopper import tiles as tile_lists
 from gem_kernels.hopper.backward import backward_kernel
-from gem_kernels.hopper.launch import LOG2E, descriptor, flat, on_its_device, programs
+from gem_kernels.hopper.launch import LOG2E, head_descriptor, on_its_device, padded, programs, readable
 from gem_kernels.hopper.pre_post import clear_without_keys, row_statistics
 from gem_kernels.hopper.query_gradient import query_gradient_kernel
 from gem_kernels.hopper.short_backward import short_backward_kernel
@@ -39,15 +39,30 @@ class BackwardConfig:
     own: str | None = None
     workspace: int | None = None
 
-    def fits(self, max_q: int, max_k: int) -> bool:
-        """Whether this configuration can do sequences of these lengths."""
-        return self.own is None or {"queries": max_q, "keys": max_k}[self.own] <= BLOCK
+    def fits(self, max_q: int, max_k: int, group: int = 1) -> bool:
+        """Whether this configuration can do sequences of these lengths, with `group` query heads on a key head."""
+        if self.own == "queries":  # which would have to keep dK and dV of a head until the others of its group are done
+            return max_q <= BLOCK and group == 1
+        return self.own is None or max_k <= BLOCK
 
-    def constants(self, dim: int, act: str) -> dict[str, Any]:
+    def consumers(self, dim: int) -> int:
+        """Warpgroups of 64 keys: as many as the registers for their dK and dV allow."""
+        return 3 if padded(dim) == 64 else 2
+
+    def constants(
+        self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False
+    ) -> dict[str, Any]:
         """The compile-time arguments of `backward_kernel` or `short_backward_kernel`."""
-        if self.own is None:
-            return {"D": dim, "QS": 3, "DS": 2, "ACT": act}
-        return {"D": dim, "MS": 2, "OWN": self.own, "ACT": act}
+        common = {
+            "D": padded(dim), "DIM": dim, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared
+        }  # fmt: skip
+        if self.own is not None:
+            return {**common, "MS": 2, "OWN": self.own}
+        three = self.consumers(dim) == 3
+        return {
+            **common, "NC": self.consumers(dim), "QS": 4 if three else 3, "DS": 3 if three else 2,
+            "REGS": 160 if three else 240, "LOADER_REGS": 32 if three else 24,
+        }  # fmt: skip
 
 
 BACKWARD = {
@@ -55,7 +70,11 @@ BACKWARD = {
     "short-keys": BackwardConfig(own="keys"),
     "short-queries": BackwardConfig(own="queries"),
 }
-QUERY_GRADIENT = {"NC": CONSUMERS, "KS": 3}
+
+
+def query_gradient_constants(dim: int, *, group: int, left: bool = False, right: bool = False) -> dict[str, Any]:
+    """The compile-time arguments of `query_gradient_kernel`."""
+    return {"D": padded(dim), "DIM": dim, "NC": CONSUMERS, "KS": 3, "GROUP": group, "LEFT": left, "RIGHT": right}
 
 
 @functools.cache
@@ -64,15 +83,24 @@ def memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def choose_backward(max_q: int, max_k: int) -> BackwardConfig | None:
+def keys_in_sight(max_k: int, left: int, right: int) -> int:
+    """The key blocks, of 64, that a block of 64 queries can see at most."""
+    blocks = triton.cdiv(max_k, BLOCK)
+    if left < 0 or right < 0:
+        return blocks
+    return min(blocks, triton.cdiv(left + right + BLOCK - 1, BLOCK) + 1)
+
+
+def choose_backward(
+    max_q: int, max_k: int, group: int = 1, left: int = -1, right: int = -1
+) -> BackwardConfig | None:  # fmt: skip
     """The configuration for sequences of at most these lengths (docs/notes/hopper-attention.md); None, announced once:
     the portable Triton kernels, where dS of one head of a sequence would take more than `LONGEST` bytes.
     """
-    if max_k <= BLOCK:
-        return BACKWARD["short-keys"]
-    if max_q <= BLOCK:
-        return BACKWARD["short-queries"]
-    if 2 * max_q * max_k > LONGEST:
+    for name in ("short-keys", "short-queries"):
+        if BACKWARD[name].fits(max_q, max_k, group):
+            return BACKWARD[name]
+    if 2 * max_q * keys_in_sight(max_k, left, right) * BLOCK > LONGEST:
         _announce_long_sequences()
         return None
     return BACKWARD["stream"]
@@ -89,7 +117,8 @@ def _announce_long_sequences() -> None:
 class Workspace:
     """Numbers of blocks of 64 x 64 in dS. Sequence b's query blocks are numbered from q_offsets[b] // 64 + b on: no two
     share a number, and the host need not know the lengths. A launch does the sequences whose first number is in a
-    window of `step` numbers; their last one may lie `longest` - 1 behind it.
+    window of `step` numbers; their last one may lie `longest` - 1 behind it. A query block has places for `key_blocks`
+    key blocks.
     """
 
     query_blocks: int
@@ -98,9 +127,11 @@ class Workspace:
     step: int
 
     @classmethod
-    def plan(cls, total_q: int, batch: int, heads: int, max_q: int, max_k: int, limit: int) -> Workspace:
+    def plan(
+        cls, total_q: int, batch: int, heads: int, max_q: int, max_k: int, limit: int, left: int = -1, right: int = -1
+    ) -> Workspace:
         """As few windows as fit in `limit` bytes, but none shorter than the longest sequence."""
-        query_blocks, key_blocks = total_q // BLOCK + batch, triton.cdiv(max_k, BLOCK)
+        query_blocks, key_blocks = total_q // BLOCK + batch, keys_in_sight(max_k, left, right)
         longest = triton.cdiv(max_q, BLOCK)
         fit = limit // (heads * key_blocks * BLOCK * BLOCK * 2) - longest
         return cls(query_blocks, key_blocks, longest, min(max(fit, longest, 1), query_blocks))
@@ -120,80 +151,146 @@ class Workspace:
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
     q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale: float, *,
-    act: str, out_scale: float, config: BackwardConfig,
+    act: str, out_scale: float, left: int = -1, right: int = -1, config: BackwardConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV in the shapes of q, k, v (contiguous). `out` and `lse` are needed for softmax only."""
-    if q_offsets is None:  # learned queries: as if every sequence had its own, then summed in a fixed order
-        batch, length = k_offsets.shape[0] - 1, q.shape[0]
-        own = torch.arange(batch + 1, device=q.device) * length
-        dq, dk, dv = backward(
-            dout, dlse, q.repeat(batch, 1, 1), k, v, out, lse, own, k_offsets, max_q, max_k, scale,
-            act=act, out_scale=out_scale, config=config,
-        )  # fmt: skip
-        return dq.view(batch, *q.shape).sum(0, dtype=torch.float32).to(q.dtype), dk, dv
-    assert config.fits(max_q, max_k)
-    heads, dim = q.shape[1:]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if q.shape[0] == 0 or k.shape[0] == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    q, k, v, dout = flat(q), flat(k), flat(v), flat(dout)
-    batch, total = q_offsets.shape[0] - 1, q.shape[0]
-    limit = memory(q.device) // 10 if config.workspace is None else config.workspace
-    work = Workspace.plan(total, batch, heads, max_q, max_k, limit)
-    if act == "softmax":
-        assert lse is not None
-        rows = _statistics(dout, dlse, None if config.own == "keys" else out, lse, q_offsets, max_q, work.query_blocks)
-        inner = scale * LOG2E
-    else:
-        rows, inner = torch.empty(BLOCK, device=q.device), scale
-    loads = (*(descriptor(x, BLOCK) for x in (q, k, v, dout)), _rows_descriptor(rows))
-    stores = [descriptor(x, BLOCK) for x in (dq, dk, dv)]
-    scales = (out_scale, scale * out_scale)
-    constants = config.constants(dim, act)
-    shape = TileShape(block=BLOCK, consumers=2 if config.own is None else WHOLE, step=BLOCK)
-    tiles = tile_lists.build(k_offsets, q_offsets, k.shape[0], heads, shape)
-    if config.own is not None:
-        clear_without_keys[(batch,)](
-            dq, q_offsets, k_offsets, HD=heads * dim, COLS=triton.next_power_of_2(heads * dim), ROWS=4, num_warps=4
-        )
-        short_backward_kernel[(2 * programs(q.device),)](
-            *loads, *stores, dq, dk, dv, heads * dim, tiles.table, tiles.count, work.query_blocks,
-            inner, scale * out_scale, *scales, **constants, num_warps=4, maxnreg=128,
-        )  # fmt: skip
-        return dq, dk, dv
-    blocks = heads * work.window_blocks * work.key_blocks
-    ds = torch.empty(blocks * BLOCK, BLOCK, dtype=q.dtype, device=q.device)
-    ds_descriptor = descriptor(ds[:, None], BLOCK)
-    dq_shape = TileShape(block=BLOCK, consumers=CONSUMERS, step=BLOCK)
-    dq_tiles = tile_lists.build(q_offsets, k_offsets, total, heads, dq_shape)
-    for first, last in work.windows:
-        backward_kernel[(programs(q.device),)](
-            *loads, ds_descriptor, *stores[1:], dk, dv, heads * dim, tiles.table, tiles.count,
-            first, last, work.query_blocks, work.window_blocks, work.key_blocks, inner, *scales,
-            **constants, num_warps=4,
-        )  # fmt: skip
-        query_gradient_kernel[(programs(q.device),)](
-            ds_descriptor, loads[1], stores[0], dq, heads * dim, dq_tiles.table, dq_tiles.count,
-            first, last, work.window_blocks, work.key_blocks, scale * out_scale,
-            D=dim, **QUERY_GRADIENT, num_warps=4,
-        )  # fmt: skip
+    """dQ, dK, dV in the shapes of q, k, v (contiguous). `out` and `lse` are needed for softmax only.
+
+    `q_offsets=None`: q [L, H, D] serves every sequence, whose gradients are summed in a fixed order.
+    """
+    group, batch = q.shape[1] // k.shape[1], k_offsets.shape[0] - 1
+    assert config.fits(max_q, max_k, group)
+    total = dout.shape[0]
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    if total == 0 or k.shape[0] == 0:
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), dk.zero_(), dv.zero_()
+    dq = torch.empty(dout.shape, dtype=q.dtype, device=q.device)
+    problem = _Problem(
+        readable(dout), dlse, readable(q), readable(k), readable(v), out, lse,
+        torch.arange(batch + 1, device=q.device) * q.shape[0] if q_offsets is None else q_offsets, k_offsets,
+        max_q, max_k, scale, act, out_scale,
+        min(left, max_q + max_k), min(right, max_q + max_k), group, q_offsets is None,
+    )  # fmt: skip
+    (_stream if config.own is None else _short)(problem, config, dq, dk, dv)
+    if q_offsets is None:
+        dq = dq.view(batch, *q.shape).sum(0, dtype=torch.float32).to(q.dtype)
     return dq, dk, dv
 
 
-def _rows_descriptor(rows: Tensor) -> TensorDescriptor:
+@dataclass(frozen=True)
+class _Problem:
+    """The arguments of `backward`, made ready: every tensor readable by TMA, offsets of the queries in any case."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    lse: Tensor | None
+    q_offsets: Tensor
+    k_offsets: Tensor
+    max_q: int
+    max_k: int
+    scale: float
+    act: str
+    out_scale: float
+    left: int
+    right: int
+    group: int
+    shared: bool
+
+    @property
+    def masks(self) -> dict[str, bool]:
+        """LEFT and RIGHT of the kernels, as the configurations name them."""
+        return {"left": self.left >= 0, "right": self.right >= 0}
+
+    @property
+    def inner_scale(self) -> float:
+        """What the kernels multiply scores with: they take powers of 2."""
+        return self.scale * LOG2E if self.act == "softmax" else self.scale
+
+    def constants(self, config: BackwardConfig) -> dict[str, Any]:
+        """The compile-time arguments of the kernels of `config`."""
+        return config.constants(
+            self.q.shape[2], group=self.group, act=self.act, shared=self.shared, **self.masks
+        )  # fmt: skip
+
+    def workspace(self, limit: int | None) -> Workspace:
+        """The plan of dS within `limit` bytes; None: a tenth of the GPU's memory."""
+        total, heads = self.dout.shape[:2]
+        return Workspace.plan(
+            total, self.k_offsets.shape[0] - 1, heads, self.max_q, self.max_k,
+            memory(self.q.device) // 10 if limit is None else limit, self.left, self.right,
+        )  # fmt: skip
+
+    def statistics(self, query_blocks: int, with_out: bool) -> Tensor:
+        """LSE in base 2 and delta of every query block, see `row_statistics`; without O only -dLSE of delta."""
+        if self.act != "softmax":
+            return torch.empty(BLOCK, device=self.q.device)
+        assert self.lse is not None
+        dout, out = self.dout, self.out if with_out else None
+        o = dout if out is None else out
+        assert o.stride(2) == dout.stride(2) == 1
+        heads, dim = dout.shape[1:]
+        rows = torch.empty(heads * query_blocks * 2 * BLOCK, dtype=torch.float32, device=dout.device)
+        row_statistics[(triton.cdiv(self.max_q, BLOCK), self.q_offsets.shape[0] - 1)](
+            o, dout, self.lse.contiguous(), self.lse if self.dlse is None else self.dlse.contiguous(), rows,
+            self.q_offsets, query_blocks, o.stride(0), dout.stride(0), o.stride(1), dout.stride(1),
+            H=heads, D=dim, COLS=triton.next_power_of_2(dim),
+            HAS_OUT=out is not None, HAS_DLSE=self.dlse is not None, num_warps=4,
+        )  # fmt: skip
+        return rows
+
+
+def _loads(p: _Problem, rows: Tensor) -> tuple[TensorDescriptor, ...]:
     layout = gl.NVMMASharedLayout.get_default_for([BLOCK], gl.float32)
-    return TensorDescriptor(rows, [rows.numel()], [1], [BLOCK], layout)
+    statistics = TensorDescriptor(rows, [rows.numel()], [1], [BLOCK], layout)
+    return (*(head_descriptor(x, BLOCK) for x in (p.q, p.k, p.v, p.dout)), statistics)
 
 
-def _statistics(
-    dout: Tensor, dlse: Tensor | None, out: Tensor | None, lse: Tensor, q_offsets: Tensor, max_q: int, query_blocks: int
-) -> Tensor:
-    """LSE in base 2 and delta of every query block, see `row_statistics`; without `out` only -dLSE of delta."""
-    heads, dim = dout.shape[1:]
-    rows = torch.empty(heads * query_blocks * 2 * BLOCK, dtype=torch.float32, device=dout.device)
-    o = dout if out is None else flat(out)
-    row_statistics[(triton.cdiv(max_q, BLOCK), q_offsets.shape[0] - 1)](
-        o, dout, lse.contiguous(), lse if dlse is None else dlse.contiguous(), rows, q_offsets, query_blocks,
-        o.stride(0), dout.stride(0), H=heads, D=dim, HAS_OUT=out is not None, HAS_DLSE=dlse is not None, num_warps=4,
+def _short(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Everything in one pass."""
+    heads, dim = dq.shape[1:]
+    batch = p.k_offsets.shape[0] - 1
+    query_blocks = p.workspace(0).query_blocks
+    tiles = tile_lists.build(
+        p.k_offsets, p.q_offsets, p.k.shape[0], p.k.shape[1], TileShape(block=BLOCK, consumers=WHOLE, step=BLOCK)
+    )
+    clear_without_keys[(batch,)](
+        dq, p.q_offsets, p.k_offsets, HD=heads * dim, COLS=triton.next_power_of_2(heads * dim), ROWS=4, num_warps=4
+    )
+    loads = _loads(p, p.statistics(query_blocks, config.own != "keys"))
+    short_backward_kernel[(2 * programs(dq.device),)](
+        *loads, *(head_descriptor(x, BLOCK) for x in (dq, dk, dv)),
+        dq, dk, dv, heads * dim, p.k.shape[1] * dim, tiles.table, tiles.count, query_blocks, p.left, p.right,
+        p.inner_scale, p.scale * p.out_scale, p.out_scale, p.scale * p.out_scale,
+        **p.constants(config), num_warps=4, maxnreg=128,
     )  # fmt: skip
-    return rows
+
+
+def _stream(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """dK, dV and dS, then dQ from dS, window by window."""
+    heads, dim = dq.shape[1:]
+    work = p.workspace(config.workspace)
+    loads = _loads(p, p.statistics(work.query_blocks, True))
+    dq_out, dk_out, dv_out = (head_descriptor(x, BLOCK) for x in (dq, dk, dv))
+    shape = TileShape(block=BLOCK, consumers=config.consumers(dim), step=BLOCK)
+    tiles = tile_lists.build(p.k_offsets, p.q_offsets, p.k.shape[0], p.k.shape[1], shape)
+    shape = TileShape(block=BLOCK, consumers=CONSUMERS, step=BLOCK)
+    dq_tiles = tile_lists.build(p.q_offsets, p.k_offsets, dq.shape[0], heads, shape)
+    blocks = heads * work.window_blocks * work.key_blocks
+    ds = head_descriptor(torch.empty(blocks * BLOCK, 1, BLOCK, dtype=dq.dtype, device=dq.device), BLOCK)
+    masked = max(p.left, p.right) >= 0
+    for first, last in work.windows:
+        backward_kernel[(programs(dq.device),)](
+            *loads, ds, dk_out, dv_out, dk, dv, p.k.shape[1] * dim,
+            tiles.table, tiles.count, tiles.cursor, p.k_offsets if masked else tiles.count,
+            first, last, work.query_blocks, work.window_blocks, work.key_blocks, p.left, p.right,
+            p.inner_scale, p.out_scale, p.scale * p.out_scale, **p.constants(config), num_warps=4,
+        )  # fmt: skip
+        query_gradient_kernel[(programs(dq.device),)](
+            ds, loads[1], dq_out, dq, heads * dim,
+            dq_tiles.table, dq_tiles.count, dq_tiles.cursor, p.q_offsets if masked else tiles.count,
+            first, last, work.window_blocks, work.key_blocks, p.left, p.right, p.scale * p.out_scale,
+            **query_gradient_constants(dim, group=p.group, **p.masks), num_warps=4,
+        )  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gem_kernels.dispatch import Problem
 from gem_kernels.gdpa.activations import POLYNOMIALS
@@ -25,19 +24,6 @@ def applies(problem: Problem) -> tuple[bool, str]:
     if "bias" in problem.features:
         return False, "the Hopper kernels do not take a bias"
     return True, "warp-specialised Gluon kernels for compute capability 9"
-
-
-def backward_applies(q: Tensor, k: Tensor, left: int, right: int) -> bool:
-    """Whether the Hopper backward takes this; else the portable one runs, on the forward's LSE."""
-    return q.shape[2] in HEAD_DIMS and q.shape[1] == k.shape[1] and max(left, right) < 0
-
-
-def _descriptor(rows: int, columns: int, dtype: str = "bf16") -> str:
-    from triton.experimental.gluon import language as gl
-
-    element = {"bf16": gl.bfloat16, "fp32": gl.float32}[dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
-    return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
 
 
 def _head_descriptor(rows: int, columns: int) -> str:
@@ -72,7 +58,7 @@ def _case(
             types[argument] = "*i32" if argument in ints else "*fp32" if argument in floats else "*bf16"
             divisible.append(argument)
         elif argument.endswith("stride"):
-            types[argument] = "i64"
+            types[argument] = "i32"
             divisible.append(argument)
         else:
             types[argument] = "fp32" if argument.endswith("scale") else "i32"
@@ -86,7 +72,7 @@ def _case(
 
 def compile_cases(act: str) -> list[CompileCase]:
     """Every configuration that `launch` picks, for one activation ("softmax" for jagged attention)."""
-    from gem_kernels.hopper import launch, launch_backward
+    from gem_kernels.hopper import launch
 
     op = "jfa" if act == "softmax" else f"gdpa {act}"
     cases = []
@@ -109,18 +95,28 @@ def compile_cases(act: str) -> list[CompileCase]:
                     config.constants(dim, group=1, act=act, left=left, right=right),
                     defined=True, no_special=no_special,
                 ))  # fmt: skip
-        rows, block = _descriptor(64, dim), _descriptor(64, 64)
-        loads = {**dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), rows), "rows_desc": _statistics()}
-        stores = dict.fromkeys(("dq_desc", "dk_desc", "dv_desc"), rows)
+        cases += _backward_cases(op, act, dim)
+    return cases
+
+
+def _backward_cases(op: str, act: str, dim: int) -> list[CompileCase]:
+    from gem_kernels.hopper import launch_backward
+
+    rows = _head_descriptor(64, dim)
+    loads = {**dict.fromkeys(("q_desc", "k_desc", "v_desc", "do_desc"), rows), "rows_desc": _statistics()}
+    stores = {**dict.fromkeys(("dq_desc", "dk_desc", "dv_desc"), rows), "ds_desc": _head_descriptor(64, 64)}
+    cases = []
+    for mask, (left, right) in {"": (False, False), " causal": (False, True), " window": (True, True)}.items():
         for name, way in launch_backward.BACKWARD.items():
             kernel = launch_backward.backward_kernel if way.own is None else launch_backward.short_backward_kernel
             cases.append(_case(
-                f"{op} hopper backward d{dim} {name}", kernel, {**loads, **stores, "ds_desc": block},
-                way.constants(dim, act), registers=None if way.own is None else 128, no_special=no_special,
+                f"{op} hopper backward d{dim} {name}{mask}", kernel, {**loads, **stores},
+                way.constants(dim, group=1, act=act, left=left, right=right),
+                registers=None if way.own is None else 128, defined=True, no_special=act in POLYNOMIALS,
             ))  # fmt: skip
         if act == "softmax":  # the same kernel for every activation
             cases.append(_case(
-                f"hopper dq d{dim}", launch_backward.query_gradient_kernel,
-                {**stores, "k_desc": rows, "ds_desc": block}, {"D": dim, **launch_backward.QUERY_GRADIENT},
+                f"hopper dq d{dim}{mask}", launch_backward.query_gradient_kernel, {**stores, "k_desc": rows},
+                launch_backward.query_gradient_constants(dim, group=1, left=left, right=right),
             ))  # fmt: skip
     return cases

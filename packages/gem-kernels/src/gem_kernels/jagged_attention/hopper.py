@@ -73,18 +73,17 @@ def backward(
         q, scale, sign = _positive(q, scale)
         dq, dk, dv = window.backward(dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, scale, left, right)
         return (dq if sign > 0 else dq * sign), dk, dv, torch.empty(0, dtype=q.dtype, device=q.device)
-    if config is None and not triton.narrow(left, right) and support.backward_applies(q, k, left, right):
-        config = launch_backward.choose_backward(max_q, max_k)
+    if config is None and not triton.narrow(left, right):
+        config = launch_backward.choose_backward(max_q, max_k, q.shape[1] // k.shape[1], left, right)
     if config is None:
         return triton.backward(
             dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, bias, bias_grad, max_q, max_k, scale, left, right
         )
     assert bias is None
     assert not bias_grad
-    assert max(left, right) < 0, "applies() refuses masks"
     q, scale, sign = _positive(q, scale)
     dq, dk, dv = launch_backward.backward(
         dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, max_q, max_k, scale,
-        act="softmax", out_scale=1.0, config=config,
+        act="softmax", out_scale=1.0, left=left, right=right, config=config,
     )  # fmt: skip
     return (dq if sign > 0 else dq * sign), dk, dv, torch.empty(0, dtype=q.dtype, device=q.device)
