@@ -211,9 +211,12 @@ def _reference(p: Problem, dout: Tensor) -> tuple[list[slice], list[Tensor]]:
     return spans, [torch.cat(x) for x in zip(*results, strict=True)]
 
 
-def gate(p: Problem, name: str, variant: Variant, dout: Tensor, passes: tuple[str, ...]) -> dict[str, float]:
+def gate(
+    p: Problem, name: str, variant: Variant, dout: Tensor, passes: tuple[str, ...],
+    reference: tuple[list[slice], list[Tensor]] | None = None,
+) -> dict[str, float]:  # fmt: skip
     """The relative error of a variant's passes; a RuntimeError says what is wrong, and nothing is timed then."""
-    spans, (out, *grads) = _reference(p, dout)
+    spans, (out, *grads) = reference or _reference(p, dout)
     errors = {}
     for what in passes:
         with testing.poisoned():
@@ -269,16 +272,16 @@ def measure(
         for n, (run, inputs) in ours(p).items()
         if only in n and not any(x in n for x in skip)
     }
-    errors = {}
+    errors, reference = {}, _reference(p, dout)
     for n, variant in list(variants.items()):
         try:
-            errors[n] = gate(p, n, variant, dout, passes)
+            errors[n] = gate(p, n, variant, dout, passes, reference)
         except RuntimeError as error:
             print(f"  {error}", flush=True)
             del variants[n]
     if gate_only:
         return []
-    print(f"  {name}: timing", flush=True)
+    del reference
     peers = {f"peer {n}": _Given(run, p.inputs, dout) for n, run in others(p, peer_names).items()}
     rows = []
     for what in passes:
