@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--rows", nargs="+", default=[], help="of the scaling")
-    parser.add_argument("--batch", type=int, default=96)
+    parser.add_argument("--batch", type=int, default=96, help="of a card, in the scaling")
     parser.add_argument("--budgets", nargs="+", default=["0.25", "0.5"])
     parser.add_argument("--limit", type=float, default=120, help="seconds of a stage")
     parser.add_argument("--rehearse", action="store_true", help="the same on a CPU, small")
@@ -70,7 +70,7 @@ def tests(args: argparse.Namespace, rank: int, world: int) -> int:
 
 def memory(args: argparse.Namespace, rank: int, world: int) -> int:
     """Variants rank, rank + world, ..."""
-    call = ["memory", "--workload", "gem_memory:large", "--batch", str(args.batch), "--steps", "2", "--device", "cuda"]
+    call = ["memory", "--workload", "gem_memory:large", "--batch", "160", "--steps", "2", "--device", "cuda"]
     if args.rehearse:
         call = ["memory", "--workload", "gem_memory:tiny", "--batch", "8", "--steps", "1", "--min-kib", "4"]
     call += ["--budgets", *args.budgets, "--only", "full", "uniform", "regions", "fp8", "--share", f"{rank}/{world}"]
