@@ -209,8 +209,7 @@ def test_the_gate_knows_masks_bias_and_head_dimensions(options) -> None:  # type
         wrong = suite._by_autograd(
             lambda *x: jagged_attention(*x, *p.where, backend="reference"), (p.q, p.k, p.v), p.dout
         )
-        with pytest.raises(RuntimeError, match="wrong forward is wrong"):
-            suite.gate(p, {"wrong": wrong}, ("forward",))
+        assert suite.gate(p, {"wrong": wrong}, ("forward",)) == {}
         seen = sum(
             int((~suite._hidden(torch.zeros(1, q, k), case.window)).sum()) for q, k in zip(case.q, case.k, strict=True)
         )
@@ -252,8 +251,9 @@ def test_the_gate_lets_a_right_kernel_through() -> None:
 
 
 @pytest.mark.parametrize("spoil", [lambda x: x * 1.02, lambda x: x.index_fill(0, torch.tensor([6]), float("nan"))])
-def test_the_gate_stops_a_wrong_kernel(spoil) -> None:  # type: ignore[no-untyped-def]
+def test_the_gate_stops_a_wrong_kernel(spoil, capsys) -> None:  # type: ignore[no-untyped-def]
     p = small()
     variant = suite._by_autograd(lambda *x: spoil(attend(*x, p)), (p.q, p.k, p.v), p.dout)
-    with pytest.raises(RuntimeError, match="wrong forward is wrong"):
-        suite.gate(p, {"wrong": variant}, ("forward",))
+    right = suite._by_autograd(lambda *x: attend(*x, p), (p.q, p.k, p.v), p.dout)
+    assert set(suite.gate(p, {"wrong": variant, "right": right}, ("forward",))) == {("right", "forward")}
+    assert "wrong forward: NOT TIMED: RuntimeError: wrong: relative error" in capsys.readouterr().out

@@ -11,12 +11,14 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gem_kernels.bench import block, cases, norms, timing
+from gem_kernels.bench import carry as carried
 
 
 def _commit() -> str:
@@ -83,7 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--pass", dest="passes", action="append", choices=("forward", "backward"), help="both by default"
     )
-    parser.add_argument("--activation", action="append", help="of the gdpa suite, may be repeated; silu by default")
+    parser.add_argument(
+        "--activation", action="append", help="of the gdpa suite, may be repeated; silu and silu_poly by default"
+    )
     parser.add_argument("--variant", default="", help="only variants whose name contains this")
     parser.add_argument(
         "--skip", action="append", default=[], help="no variants whose name contains this; may be repeated"
@@ -96,9 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--jobs", type=int, default=8,
-        help="processes that build and check the cases of the block and norms suites before any is timed; 1 for none",
+        help="processes that build before anything is timed; 1 for none",
     )  # fmt: skip
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)  # what such a process does
+    parser.add_argument("--carry", type=Path, help=argparse.SUPPRESS)  # of a process that a kernel brought down
     parser.add_argument("--commit", help="recorded in the file; by default asked of git")
     parser.add_argument("--out", type=Path, help="write the benchmark file here")
     options = parser.parse_args(arguments)
@@ -106,6 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(options.case or ()) - set(names)
     if unknown:
         parser.error(f"{options.suite} has no case {', '.join(sorted(unknown))}; expected one of {', '.join(names)}")
+    if options.suite in ("attention", "gdpa") and options.jobs > 1 and not options.carry:
+        _prebuild(options, options.case or names)  # by forks: before CUDA is in use here
     if not torch.cuda.is_available():
         print("the benchmarks need a GPU, and torch sees none", file=sys.stderr)
         return 2
@@ -118,18 +125,44 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.suite in ("block", "norms") and not options.gate_only and options.jobs > 1:
         _warm(options, options.case or list(names))
-    found: dict[str, float] = {} if options.gate_only else timing.ceilings(device)
-    print("ceilings:", {name: round(x, 2) for name, x in found.items()}, flush=True)
+    words = sys.argv[1:] if arguments is None else arguments
+    found: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
+    if options.carry:
+        words, found, rows = carried.load(options.carry)
+    elif not options.gate_only:
+        found = timing.ceilings(device)
+    print("ceilings:", {name: round(x, 2) for name, x in found.items()}, flush=True)
     begun = time.monotonic()
-    for name in options.case or names:
-        rows += _measure(options, name, device, found)
+    todo = list(options.case or names)
+    while todo:
+        name = todo.pop(0)
+        try:
+            rows += _measure(options, name, device, found)
+        except Exception as error:  # a case that cannot be made, or none of it run, is no reason to lose the others
+            print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         print(f"{name} done after {time.monotonic() - begun:.1f} s", flush=True)
         if rows and options.out:  # after every case: a run that is cut short leaves what it has
-            _write(options.out, options.suite, options.commit or _commit(), found, rows, arguments)
+            _write(options.out, options.suite, options.commit or _commit(), found, rows, words)
+        if not carried.alive():
+            return carried.go_on(words, found, rows, todo)
         torch.cuda.empty_cache()
     print(_table(rows))
     return 0
+
+
+def _prebuild(options: argparse.Namespace, names: Iterable[str]) -> None:
+    """Compile what the attention suites will run."""
+    from gem_kernels.bench import prebuild
+
+    def wanted(variant: str) -> bool:
+        return options.variant in variant and not any(x in variant for x in options.skip)
+
+    prebuild.build(prebuild.tasks(names, _activations(options), wanted), 2 * options.jobs)
+
+
+def _activations(options: argparse.Namespace) -> list[str | None]:
+    return [None] if options.suite == "attention" else list(options.activation or ("silu", "silu_poly"))
 
 
 def _warm(options: argparse.Namespace, names: list[str]) -> None:
@@ -182,7 +215,7 @@ def _measure(
     from gem_kernels.bench import suite
 
     rows = []
-    for act in [None] if options.suite == "attention" else options.activation or ["silu"]:
+    for act in _activations(options):
         rows += suite.measure(cases.case(name), act, device, **chosen, **shared)
     return rows
 
@@ -193,9 +226,9 @@ def _write(
     commit: str,
     found: dict[str, float],
     rows: list[dict[str, Any]],
-    arguments: list[str] | None,
+    words: list[str],
 ) -> None:
-    words = _without(sys.argv[1:] if arguments is None else arguments, "--out", "--commit")
+    words = _without(words, "--out", "--commit")
     result = {
         "suite": suite, "date": datetime.date.today().isoformat(), "card": torch.cuda.get_device_name(),
         "commit": commit,

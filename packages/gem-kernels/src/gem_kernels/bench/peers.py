@@ -1,5 +1,5 @@
 """Other people's attention on the same inputs, where it can be imported: FlashAttention 3 and 4, torch's varlen,
-cuDNN on padded batches.
+cuDNN and what torch picks on padded batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _fa4(c: Case, q_offsets: Tensor, k_offsets: Tensor) -> Forward:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Any = flash_attn_varlen_func(
             q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=c.max_q, max_seqlen_k=c.max_k,
-            causal=causal, window_size=window,
+            softmax_scale=c.dim**-0.5, causal=causal, window_size=window,
         )  # fmt: skip
         return out[0] if isinstance(out, tuple) else out
 
@@ -71,16 +71,28 @@ def make(name: str, c: Case, q_offsets: Tensor, k_offsets: Tensor) -> Forward:
     return PEERS[name](c, q_offsets, k_offsets)
 
 
-def padded_cudnn(
-    c: Case, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, bias: Tensor | None
+PADDED = ("cudnn-padded", "sdpa-padded")
+WASTE = 8.0  # padded tokens to true ones: beyond it nobody would pad, and the time is the benchmark's
+
+
+def padded(
+    name: str, c: Case, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, bias: Tensor | None
 ) -> tuple[Forward, list[Tensor]]:
-    """cuDNN attention over the padded batch and its inputs [B, H, L, D]; the padding itself is not timed, and
-    padded keys are not masked. NotImplementedError for a window.
+    """Attention of torch over the padded batch and its inputs [B, H, L, D], by cuDNN or (only with a bias, where no
+    varlen kernel does it) by torch's own choice; the padding itself is not timed, and padded keys are not masked.
+    NotImplementedError for a window, and where the batch is mostly padding.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if c.window not in ((-1, -1), CAUSAL):
-        raise NotImplementedError("cuDNN through torch takes no window")
+        raise NotImplementedError("torch's dense attention takes no window")
+    if name == "sdpa-padded" and bias is None:
+        raise NotImplementedError("for a bias only")
+    if len(c.q) * c.max_q > WASTE * c.q.sum() or len(c.k) * c.max_k > WASTE * c.k.sum():
+        raise NotImplementedError(f"more than {WASTE:g} padded tokens for a true one")
+    backends = [SDPBackend.CUDNN_ATTENTION]
+    if name == "sdpa-padded":
+        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     batch = q_offsets.numel() - 1
 
     def dense(x: Tensor, offsets: Tensor, longest: int) -> Tensor:
@@ -88,7 +100,7 @@ def padded_cudnn(
         return jagged.pad(x, index, batch, longest).transpose(1, 2).contiguous()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(backends):
             return torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=bias, is_causal=c.window == CAUSAL
             )

@@ -1,5 +1,8 @@
 """The attention and gdpa suites: every variant of ours that runs here, gated by a float64 reference, then timed
-beside its peers.
+beside its peers and the large matrix product. What fails says why and is stepped over.
+
+`of_gemm` is taken from the product timed in turn with the variants: the card is power-limited, and a product that finds
+it cold, as at the start of a run, is up to 15% faster.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from gem_kernels.jagged_attention import jagged_attention
 
 TOLERANCE = 1e-2  # relative error of a BF16 result against float64
 SAMPLE = 10  # sequences of a case that the gate compares
+POLYNOMIAL = ("silu_poly", "gelu_poly")
+BOUND = 4.0  # of the scores, where a polynomial takes the activation's place
+POLYNOMIAL_CASES = ("self-full-1024", "self-half-1024", "self-half-512", "short-kv-256")
 
 
 @dataclass
@@ -36,6 +42,7 @@ class Problem:
     q_offsets: Tensor
     k_offsets: Tensor
     bias: Tensor | None = None
+    scale: float = 1.0
 
     @classmethod
     def make(cls, case: Case, act: str | None, device: torch.device) -> Problem:
@@ -48,17 +55,15 @@ class Problem:
         q_offsets, k_offsets = (testing.offsets_of(x.tolist(), device) for x in (case.q, case.k))
         size = (1, HEADS, case.max_q, case.max_k)
         bias = torch.randn(size, device=device, dtype=torch.bfloat16) if case.bias else None
-        return cls(case, act, q, k, v, dout, q_offsets, k_offsets, bias)
+        scale = 1.0 / math.sqrt(case.dim)
+        if act in POLYNOMIAL:  # a bound that the norms of q and k guarantee
+            scale = BOUND / float(q.float().norm(dim=-1).max() * k.float().norm(dim=-1).max())
+        return cls(case, act, q, k, v, dout, q_offsets, k_offsets, bias, scale)
 
     @property
     def where(self) -> tuple[Tensor, Tensor, int, int]:
         """Offsets and maxima, as the operators take them."""
         return self.q_offsets, self.k_offsets, self.case.max_q, self.case.max_k
-
-    @property
-    def scale(self) -> float:
-        """Of the scores."""
-        return 1.0 / math.sqrt(self.case.dim)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -95,14 +100,17 @@ def _by_autograd(
     return Variant(lambda: forward(*plain), backward)
 
 
-def _public(p: Problem, backend: str) -> Variant:
+def _public(p: Problem, backend: str, act: str | None) -> Variant:
     """The public operator on one backend."""
+    options: dict[str, Any] = {"scale": p.scale, "window": p.case.window, "backend": backend}
+    if act is not None:
+        options |= {"activation": act, "score_bound": BOUND * 1.001 if act in POLYNOMIAL else None}
+    else:
+        options["bias"] = p.bias
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if p.act is None:
-            out = jagged_attention(q, k, v, *p.where, bias=p.bias, window=p.case.window, backend=backend)
-            return cast(Tensor, out)
-        return gdpa(q, k, v, *p.where, activation=p.act, window=p.case.window, backend=backend)
+        operator = jagged_attention if act is None else gdpa
+        return cast(Tensor, operator(q, k, v, *p.where, **options))  # type: ignore[operator]
 
     return _by_autograd(run, (p.q, p.k, p.v), p.dout)
 
@@ -147,8 +155,33 @@ def _baseline(p: Problem) -> Variant:
     )
 
 
+def _subtraction(p: Problem) -> Variant:
+    """The portable forward that subtracts what missing keys add."""
+    from gem_kernels.jagged_attention import subtraction
+
+    return Variant(lambda: subtraction.forward(p.q, p.k, p.v, *p.where[:2], p.bias, *p.where[2:], p.scale)[0], None)
+
+
+def measures(case: Case, act: str | None) -> bool:
+    """Whether a suite has this pair: GDPA takes no bias, and polynomials are compared on a few cases."""
+    return (act is None or not case.bias) and (act not in POLYNOMIAL or case.name in POLYNOMIAL_CASES)
+
+
+def names(case: Case, act: str | None) -> list[str]:
+    """What `ours` may hold, known without a device."""
+    from gem_kernels.hopper import launch, launch_backward
+
+    fitting = [n for n, way in launch_backward.BACKWARD.items() if way.fits(case.max_q, case.max_k)]
+    return [
+        "hopper", "triton", *(f"hopper {n}" for n in (*launch.FORWARD, *fitting)), "hopper exact", "triton subtraction",
+        "triton baseline",
+    ]  # fmt: skip
+
+
 def ours(p: Problem) -> dict[str, Variant]:
-    """The public operator on every backend that takes this problem, then the configurations of the Hopper kernels."""
+    """The public operator on every backend that takes this problem, then the configurations of the Hopper kernels and
+    the other generations.
+    """
     op = "jagged_attention" if p.act is None else "gdpa"
     found: dict[str, Variant] = {}
     for backend in ("hopper", "triton"):
@@ -157,29 +190,37 @@ def ours(p: Problem) -> dict[str, Variant]:
         except RuntimeError as error:
             print(f"  {backend}: {error}")
             continue
-        found[backend] = _public(p, backend)
+        found[backend] = _public(p, backend, p.act)
+    masked = max(p.case.window) >= 0
+    if p.act in POLYNOMIAL:
+        if "hopper" in found:
+            found["hopper exact"] = _public(p, "hopper", p.act.removesuffix("_poly"))  # type: ignore[union-attr]
+        return found
     if "hopper" in found:
         found.update(_hopper(p))
-    if p.act is not None and max(p.case.window) < 0 and p.case.dim in (64, 128):
+    if p.act is None and not masked and "triton" in found:
+        found["triton subtraction"] = _subtraction(p)
+    if p.act is not None and not masked and p.case.dim in (64, 128):
         found["triton baseline"] = _baseline(p)
     return found
 
 
-def theirs(p: Problem, names: tuple[str, ...]) -> dict[str, Variant]:
-    """Those of the peers (all softmax) that are named, or all, and can be imported here and do what is asked."""
+def theirs(p: Problem, chosen: tuple[str, ...]) -> dict[str, Variant]:
+    """Those of the peers (all softmax) that are named, or by default all for softmax and the fastest for GDPA, and can
+    be imported here and do what is asked.
+    """
+    default = () if p.act in POLYNOMIAL else ("fa3", "fa4") if p.act is not None else (*peers.PEERS, *peers.PADDED)
     found = {}
-    for name in (*peers.PEERS, "cudnn-padded"):
-        if names and name not in names:
-            continue
+    for name in chosen or default:
         try:
-            if name == "cudnn-padded":
-                run, dense = peers.padded_cudnn(p.case, p.q, p.k, p.v, p.q_offsets, p.k_offsets, p.bias)
+            if name in peers.PADDED:
+                run, dense = peers.padded(name, p.case, p.q, p.k, p.v, p.q_offsets, p.k_offsets, p.bias)
                 found[name] = _by_autograd(run, dense, None)
             else:
                 run = peers.make(name, p.case, p.q_offsets, p.k_offsets)
                 found[name] = _by_autograd(run, (p.q, p.k, p.v), p.dout)
-        except (ImportError, NotImplementedError) as error:
-            print(f"  no {name}: {error}")
+        except Exception as error:  # whatever a peer throws is the finding
+            print(f"  no {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     return found
 
 
@@ -223,7 +264,9 @@ def _poison(device: torch.device) -> None:
 
 
 def gate(p: Problem, variants: dict[str, Variant], passes: Iterable[str]) -> dict[tuple[str, str], float]:
-    """The relative error of every variant and pass; a RuntimeError names what is wrong, and nothing is timed then."""
+    """The relative error of every variant and pass that is right. What is wrong, or raises, is named and has none, so
+    that it is not timed.
+    """
     out, spans, grads = _reference(p)
     errors: dict[tuple[str, str], float] = {}
     for name, variant in variants.items():
@@ -231,29 +274,29 @@ def gate(p: Problem, variants: dict[str, Variant], passes: Iterable[str]) -> dic
             if (variant.forward if what == "forward" else variant.backward) is None:
                 continue
             print(f"  {p.case.name} {name} {what}: ", end="", flush=True)
-            _poison(p.q.device)
-            if what == "forward":
-                assert variant.forward is not None
-                full: tuple[Tensor, ...] = (variant.forward(),)
-                expected, sides = [out], [0]
-            else:
-                assert variant.backward is not None
-                full = variant.backward()
-                expected, sides = grads, [0, 1, 1]
-            picked = [torch.cat([x[pair[side]] for pair in spans]) for x, side in zip(full, sides, strict=True)]
-            error = _checked(p, name, what, full, picked, expected)
-            print(f"relative error {error:.2e}", flush=True)
-            errors[name, what] = error
+            try:
+                _poison(p.q.device)
+                if what == "forward":
+                    assert variant.forward is not None
+                    full: tuple[Tensor, ...] = (variant.forward(),)
+                    expected, sides = [out], [0]
+                else:
+                    assert variant.backward is not None
+                    full = variant.backward()
+                    expected, sides = grads, [0, 1, 1]
+                picked = [torch.cat([x[pair[side]] for pair in spans]) for x, side in zip(full, sides, strict=True)]
+                errors[name, what] = _checked(full, picked, expected)
+                print(f"relative error {errors[name, what]:.2e}", flush=True)
+            except Exception as error:  # whatever it throws is the finding
+                print(f"NOT TIMED: {type(error).__name__}: {str(error)[:300]}", flush=True)
     return errors
 
 
-def _checked(
-    p: Problem, name: str, what: str, full: Iterable[Tensor], got: list[Tensor], expected: list[Tensor]
-) -> float:
+def _checked(full: Iterable[Tensor], got: list[Tensor], expected: list[Tensor]) -> float:
     error = max(((g.double() - e).norm() / e.norm()).item() for g, e in zip(got, expected, strict=True))
     finite = all(bool(x.isfinite().all()) for x in full)
     if not (error < TOLERANCE and finite):
-        raise RuntimeError(f"{p.case.name}: {name} {what} is wrong: relative error {error:.3g}, all finite: {finite}")
+        raise RuntimeError(f"wrong: relative error {error:.3g}, all finite: {finite}")
     return error
 
 
@@ -262,8 +305,8 @@ def measure(
     peer_names: tuple[str, ...], rounds: int, rep: int,
         ceilings: dict[str, float], gate_only: bool
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of one case: the gate, then times of ours and, with softmax, of the peers."""
-    if act is not None and case.bias:
+    """The rows of one case: the gate, then times of ours, of the peers and of the large matrix product."""
+    if not measures(case, act):
         return []
     p = Problem.make(case, act, device)
     variants = {n: v for n, v in ours(p).items() if only in n and not any(x in n for x in skip)}
@@ -282,10 +325,11 @@ def measure(
             if run is not None and (name.startswith("peer ") or (name, what) in errors):
                 runs[name] = run
         runs = _alive(runs)
-        host = {name: timing.host_us(run) for name, run in runs.items()}
+        host = {name: timing.host_us(run) for name, run in runs.items() if not name.startswith("peer ")}
         if what == "forward":  # short enough for the Python of a call to show
             runs = {name: _captured(name, run) for name, run in runs.items()}
-        times = timing.interleaved(runs, rounds=rounds, rep=rep)
+        times = timing.interleaved({**runs, "gemm": timing.gemm(device)}, rounds=rounds, rep=rep, failed=_say)
+        product = timing.GEMM_FLOPS / times.pop("gemm") / 1e9
         useful = cost.forward_flops if what == "forward" else cost.backward_flops
         moved = cost.forward_bytes if what == "forward" else cost.backward_bytes
         peer_rates = {
@@ -299,12 +343,16 @@ def measure(
                 "case": case.name, "op": "jagged_attention" if act is None else f"gdpa:{act}", "variant": name,
                 "pass": what,
                 "dtype": "bfloat16", "head_dim": case.dim, "ms": round(ms, 4), "tflops": round(tflops, 1),
-                "gbps": round(gbps, 1),
-                "of_gemm": round(tflops / ceilings["gemm_bf16_tflops"], 3),
-                "of_copy": round(gbps / 1e3 / ceilings["copy_tbps"], 3),
-                "error": errors[name, what], "host_us": round(host[name], 1), "peers": peer_rates, "unit": "tflops",
+                "gbps": round(gbps, 1), "of_gemm": round(tflops / product, 3),
+                "of_copy": round(gbps / 1e3 / ceilings["copy_tbps"], 3), "error": errors[name, what],
+                "host_us": round(host[name], 1), "peers": {**peer_rates, "gemm 8192": round(product, 1)},
+                "unit": "tflops",
             })  # fmt: skip
     return rows
+
+
+def _say(name: str, error: Exception) -> None:
+    print(f"  {name} NOT TIMED: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
 def _captured(name: str, run: timing.Run) -> timing.Run:
@@ -313,7 +361,7 @@ def _captured(name: str, run: timing.Run) -> timing.Run:
         return timing.captured(run)
     except Exception as error:  # whatever a peer throws is the finding
         torch.cuda.synchronize()
-        print(f"  {name} is timed with its Python: {type(error).__name__}: {str(error)[:120]}")
+        print(f"  {name} is timed with its Python: {type(error).__name__}: {str(error)[:120]}", flush=True)
         return run
 
 
@@ -323,9 +371,8 @@ def _alive(runs: dict[str, timing.Run]) -> dict[str, timing.Run]:
     for name, run in runs.items():
         try:
             run()
+            torch.cuda.synchronize()
             kept[name] = run
-        except Exception as error:  # whatever a peer throws is the finding
-            if not name.startswith("peer "):
-                raise
-            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}")
+        except Exception as error:  # whatever it throws is the finding
+            _say(name, error)
     return kept

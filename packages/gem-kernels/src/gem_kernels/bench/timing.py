@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 Run = Callable[[], Any]
+GEMM_FLOPS = 2 * 8192**3
 
 
 def median_ms(run: Run, rep: int) -> float:
@@ -42,18 +43,34 @@ def captured(run: Run) -> Run:
     return replay
 
 
-def interleaved(runs: Mapping[str, Run], *, rounds: int, rep: int) -> dict[str, float]:
+def interleaved(
+    runs: Mapping[str, Run], *, rounds: int, rep: int, failed: Callable[[str, Exception], None] | None = None
+) -> dict[str, float]:
     """Median over `rounds` of each run's median; the runs take turns, every other round backwards, so that neither a
     slow spell of the card nor the heat of a neighbour falls on one of them.
+
+    failed: told of a run that raises, which then has no time; None raises.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
-        for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
-            times[name].append(median_ms(runs[name], rep))
+        for name in list(times) if turn % 2 == 0 else list(times)[::-1]:
+            try:
+                times[name].append(median_ms(runs[name], rep))
+            except Exception as error:  # whatever it throws is the finding
+                if failed is None:
+                    raise
+                failed(name, error)
+                del times[name]
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def host_us(run: Run, calls: int = 20) -> float:
+def gemm(device: torch.device) -> Run:
+    """The product whose rate is G, 8192^3 on random data: a run to time beside others, GEMM_FLOPS of them."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return lambda: a @ b
+
+
+def host_us(run: Run, calls: int = 10) -> float:
     """What a call costs the CPU in microseconds, the device working behind."""
     for _ in range(3):
         run()
@@ -68,9 +85,8 @@ def host_us(run: Run, calls: int = 20) -> float:
 
 def ceilings(device: torch.device) -> dict[str, float]:
     """The rates of a large matrix product on random data and of a large copy (bytes read and written)."""
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    gemm = median_ms(lambda: a @ b, 150)
+    product = median_ms(gemm(device), 150)
     x = torch.randint(0, 255, (2**31,), device=device, dtype=torch.uint8)
     y = torch.empty_like(x)
     copy = median_ms(lambda: y.copy_(x), 60)
-    return {"gemm_bf16_tflops": 2 * 8192**3 / gemm / 1e9, "copy_tbps": 2 * x.numel() / copy / 1e9}
+    return {"gemm_bf16_tflops": GEMM_FLOPS / product / 1e9, "copy_tbps": 2 * x.numel() / copy / 1e9}
