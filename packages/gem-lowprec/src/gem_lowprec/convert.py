@@ -13,7 +13,7 @@ from torch import nn
 from gem_lowprec.gemm import engine
 from gem_lowprec.linear import Clock, LowPrecisionLinear
 from gem_lowprec.recipe import Recipe, Rule, get_recipe, matches
-from gem_lowprec.speed import card, gain
+from gem_lowprec.speed import WORTH, card, gain
 from gem_lowprec.table import render
 
 
@@ -162,7 +162,7 @@ def _no_gain(linear: nn.Linear, rule: Rule, device: torch.device) -> str | None:
     rates = card(device)
     shape = (linear.out_features, linear.in_features)
     times = None if rates is None else gain(rule, shape, rates)
-    if times is None or times >= 1.0:
+    if times is None or times >= WORTH:
         return None
     return f"{shape[0]}x{shape[1]} would train at {times:.2f} of BF16's speed"
 
