@@ -170,6 +170,25 @@ def _load(descs, bufs, full, slot, start, length, head, D: gl.constexpr):
         tma.async_copy_global_to_shared(descs[n], [start, head * D], barrier, bufs[n].index(slot), pred=some)
 
 
+@gluon.jit
+def _ring(desc, SLOTS: gl.constexpr, D: gl.constexpr):
+    return gl.allocate_shared_memory(desc.dtype, [SLOTS, BLOCK, D], desc.layout)
+
+
+@gluon.jit
+def _begin(descs, bufs, blocks_ptr, tiles, D: gl.constexpr, HEADS: gl.constexpr, SLOTS: gl.constexpr):
+    """The slots' barriers, their first pairs asked for; the first pair, and how many this program has."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(SLOTS):
+        mbarrier.init(full.index(s), count=1)
+    programs = gl.num_programs(0)
+    first = gl.program_id(0)
+    for s in gl.static_range(SLOTS):
+        start, length, head = _pair(blocks_ptr, first + s * programs, tiles, HEADS)
+        _load(descs, bufs, full, s, start, length, head, D)
+    return full, _pair(blocks_ptr, first, tiles, HEADS), (tiles - first + programs - 1) // programs
+
+
 @gluon.jit(do_not_specialize=["tiles"])
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, o_ptr, o_row, blocks_ptr, positions_ptr, tiles, scale,
@@ -181,28 +200,19 @@ def forward_kernel(
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     dtype: gl.constexpr = o_ptr.dtype.element_ty
-    q_buf = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK, D], q_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK, D], k_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK, D], v_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(SLOTS):
-        mbarrier.init(full.index(s), count=1)
     descs = (q_desc, k_desc, v_desc)
-    bufs = (q_buf, k_buf, v_buf)
+    bufs = (_ring(q_desc, SLOTS, D), _ring(k_desc, SLOTS, D), _ring(v_desc, SLOTS, D))
+    full, pair, count = _begin(descs, bufs, blocks_ptr, tiles, D, HEADS, SLOTS)
+    start, length, head = pair
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    for s in gl.static_range(SLOTS):
-        start, length, head = _pair(blocks_ptr, first + s * programs, tiles, HEADS)
-        _load(descs, bufs, full, s, start, length, head, D)
-    count = (tiles - first + programs - 1) // programs
-    start, length, head = _pair(blocks_ptr, first, tiles, HEADS)
     for i in range(count):
         tile = first + i * programs
         slot = i % SLOTS
         start2, length2, head2 = _pair(blocks_ptr, tile + programs, tiles, HEADS)  # now, so that nothing waits for it
         start1, length1, head1 = _pair(blocks_ptr, tile + SLOTS * programs, tiles, HEADS)
         if length > 0:
-            q, k, v = q_buf.index(slot), k_buf.index(slot), v_buf.index(slot)
+            q, k, v = bufs[0].index(slot), bufs[1].index(slot), bufs[2].index(slot)
             mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
             _prepare(q, k, v, positions_ptr, start, length, D, ROPE, VALUES, LOG2_BASE, AL)
             fence_async_shared()
@@ -234,31 +244,21 @@ def backward_kernel(
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     dtype: gl.constexpr = dq_ptr.dtype.element_ty
-    q_buf = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK, D], q_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK, D], k_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK, D], v_desc.layout)
-    do_buf = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK, D], do_desc.layout)
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], dtype)
     p_buf = gl.allocate_shared_memory(dtype, [BLOCK, BLOCK], SHARED)  # P, then dS
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(SLOTS):
-        mbarrier.init(full.index(s), count=1)
     descs = (q_desc, k_desc, v_desc, do_desc)
-    bufs = (q_buf, k_buf, v_buf, do_buf)
+    bufs = (_ring(q_desc, SLOTS, D), _ring(k_desc, SLOTS, D), _ring(v_desc, SLOTS, D), _ring(do_desc, SLOTS, D))
+    full, pair, count = _begin(descs, bufs, blocks_ptr, tiles, D, HEADS, SLOTS)
+    start, length, head = pair
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    for s in gl.static_range(SLOTS):
-        start, length, head = _pair(blocks_ptr, first + s * programs, tiles, HEADS)
-        _load(descs, bufs, full, s, start, length, head, D)
-    count = (tiles - first + programs - 1) // programs
-    start, length, head = _pair(blocks_ptr, first, tiles, HEADS)
     for i in range(count):
         tile = first + i * programs
         slot = i % SLOTS
         start2, length2, head2 = _pair(blocks_ptr, tile + programs, tiles, HEADS)  # now, so that nothing waits for it
         start1, length1, head1 = _pair(blocks_ptr, tile + SLOTS * programs, tiles, HEADS)
         if length > 0:
-            q, k, v, do = q_buf.index(slot), k_buf.index(slot), v_buf.index(slot), do_buf.index(slot)
+            q, k, v, do = bufs[0].index(slot), bufs[1].index(slot), bufs[2].index(slot), bufs[3].index(slot)
             mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
             _prepare(q, k, v, positions_ptr, start, length, D, ROPE, VALUES, LOG2_BASE, AL)
             _zero_rest((do,), length, AL)
