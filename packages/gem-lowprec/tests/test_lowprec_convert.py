@@ -19,6 +19,7 @@ from gem_lowprec import (
     Rule,
     convert,
     get_recipe,
+    kernels,
     quantize,
     speed,
     watch,
@@ -360,7 +361,8 @@ def test_the_model_of_speed():
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_a_norm_before_a_block_wise_projection_is_replaced(norm):
+def test_a_norm_before_a_block_wise_projection_is_replaced(norm, monkeypatch):
+    monkeypatch.setattr(kernels, "BY_HAND", True)
     torch.manual_seed(0)
     model = nn.Sequential(NormLinear(128, 256, norm=norm), NormLinear(128, 128, norm=norm))
     keys, parameters = list(model.state_dict()), list(model.parameters())

@@ -197,8 +197,11 @@ def _fused(model: nn.Module) -> dict[int, nn.Module]:
         return {}
     from gem_kernels.nn import NormLinear
 
+    from gem_lowprec import kernels
     from gem_lowprec.norm_linear import LowPrecisionNormLinear
 
+    if not kernels.BY_HAND:
+        return {}
     return {
         id(m): LowPrecisionNormLinear.from_norm_linear(m)
         for m in model.modules()

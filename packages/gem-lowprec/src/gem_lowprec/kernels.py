@@ -24,7 +24,9 @@ from gem_lowprec.rounding import Randoms
 
 INFINITY = tl.constexpr(0x7F800000)  # bits of float32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BY_HAND = True  # whether `tiles`, with its layouts chosen by hand, replaces the portable kernels where it can run
+# Whether `tiles`, with its layouts chosen by hand, replaces the portable kernels where it can run, and a norm before a
+# block-wise projection writes FP8.
+BY_HAND = False
 SCALES = {"float32": 0, "pow2": 1, "e8m0": 2}
 
 

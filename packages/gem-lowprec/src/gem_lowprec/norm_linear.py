@@ -85,12 +85,11 @@ class LowPrecisionNormLinear(NormLinear):
         new.norm, new.linear = module.norm, module.linear
         return new.train(module.training)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, *residual: Any, **named: Any) -> Any:
         """[..., in_features] -> [..., out_features]; with a residual as `NormLinear` does it, unfused."""
-        if residual is not None:
-            return super().forward(x, residual)
-        if torch.compiler.is_compiling() or not self._fuses(x):
-            return super().forward(x)
+        plain = all(r is None for r in (*residual, *named.values()))
+        if torch.compiler.is_compiling() or not plain or not self._fuses(x):
+            return super().forward(x, *residual, **named)
         gain, shift = self.norm.weight, getattr(self.norm, "bias", None)
         out = _NormLinear.apply(
             x.flatten(0, -2), gain, shift, self.linear.weight, self.linear.bias, self.norm.eps, self.linear.plan(x)

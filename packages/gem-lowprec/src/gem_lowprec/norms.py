@@ -17,8 +17,9 @@ import triton.language as tl
 from gem_kernels.tiling import CompileCase, Tile, launch
 from torch import Tensor
 
+from gem_lowprec import kernels
 from gem_lowprec.formats import E4M3, ScaleMode
-from gem_lowprec.kernels import BY_HAND, DTYPES, _scale_of, hardware, threshold
+from gem_lowprec.kernels import DTYPES, _scale_of, hardware, threshold
 from gem_lowprec.orientations import BLOCK, Norm, _scaled, normalised, scale_constants
 from gem_lowprec.quantize import FP8_1X128, QTensor, QuantSpec
 
@@ -106,7 +107,7 @@ def norm_quantize(
         x, gain, gain if bias is None else bias, data, scale, rstd if mean is None else mean, rstd, rows, cols,
         x.stride(0), line, pitch, eps,
     )  # fmt: skip
-    if BY_HAND and hardware(x.device) and cols <= WARP and spec.scale == "pow2":
+    if kernels.BY_HAND and hardware(x.device) and cols <= WARP and spec.scale == "pow2":
         _by_hand(x, arguments, layer=bias is not None, mode=spec.mode)
     else:
         constants, tile = _constants(cols, spec, layer=bias is not None, hardware=hardware(x.device))

@@ -21,8 +21,9 @@ import triton.language as tl
 from gem_kernels.tiling import CompileCase, Tile, launch
 from torch import Tensor
 
+from gem_lowprec import kernels
 from gem_lowprec.formats import E4M3
-from gem_lowprec.kernels import BY_HAND, DTYPES, SCALES, _nearest, _over, _scale_of, hardware, threshold
+from gem_lowprec.kernels import DTYPES, SCALES, _nearest, _over, _scale_of, hardware, threshold
 from gem_lowprec.quantize import FP8_1X128, FP8_128X128, QTensor, QuantSpec
 
 BLOCK = 128
@@ -204,7 +205,7 @@ def quantize_both(
         data, row_scale, turned, col_scale, partial, rows, cols,
         x.stride(0), data.stride(0), row_scale.stride(0), turned.stride(0), col_scale.stride(0),
     )  # fmt: skip
-    if BY_HAND and hardware(x.device) and spec.scale == "pow2" and (col or sums or _way(ways[0]) == 2):
+    if kernels.BY_HAND and hardware(x.device) and spec.scale == "pow2" and (col or sums or _way(ways[0]) == 2):
         _by_hand(x, arguments, down * across, *ways, sums=sums, norm=kind(norm))
     else:
         constants, tile = _constants(*ways, sums=sums, hardware=hardware(x.device), norm=kind(norm))
