@@ -257,17 +257,17 @@ def names() -> dict[str, Callable[[torch.device], Problem]]:
 
     for k, n in ((2048, 2048), (4096, 4096), (2048, 4096), (4096, 2048), (1024, 1024), (512, 2048), (512, 512)):
         add(f"linear-{TOKENS}-{k}-{n}", layer, TOKENS, n, k)
+    for rows, cols in ((TOKENS, 2048), (2 * TOKENS, 1024)):
+        add(f"quantize-{rows}-{cols}", quantiser, rows, cols)
+    for cols, is_layer in ((512, True), (1024, False), (1024, True), (2048, True), (4096, False)):
+        rows = 2**27 // cols
+        add(f"{'layer' if is_layer else 'rms'}-norm-{rows}-{cols}", norm, rows, cols, layer=is_layer)
     for n in SIZES:
         for k in SIZES:
             add(f"gemm-{TOKENS}-{n}-{k}", gemm, TOKENS, n, k)
     for n in SIZES:
         for k in SIZES:
             add(f"wgrad-{TOKENS}-{n}-{k}", wgrad, TOKENS, n, k)
-    for rows, cols in ((TOKENS, 2048), (2 * TOKENS, 1024)):
-        add(f"quantize-{rows}-{cols}", quantiser, rows, cols)
-    for cols, is_layer in ((512, True), (1024, False), (1024, True), (2048, True), (4096, False)):
-        rows = 2**27 // cols
-        add(f"{'layer' if is_layer else 'rms'}-norm-{rows}-{cols}", norm, rows, cols, layer=is_layer)
     for n in SIZES:
         for k in SIZES:
             add(f"gemm-{4 * TOKENS}-{n}-{k}", gemm, 4 * TOKENS, n, k)
