@@ -128,14 +128,15 @@ def test_the_reader_is_the_equation_and_the_rest_starts_as_a_correction_of_nothi
     inputs = inputs_with_floats()
     torch.manual_seed(5)
     model = GEM(preset("tiny", evidence_heads=3, evidence_dim=7, evidence_values=2, reader=(6, 5)), inputs).eval()
+    model.init_dense(torch.full((5,), 0.3), torch.full((5,), 1.7))
     batch = random_batch(inputs, 6, seed=3)
     caught = {}
-    model.heads.register_forward_pre_hook(lambda _, args: caught.update(x=args[0], wide=args[1], rows=args[2]))
+    model.heads.register_forward_pre_hook(lambda _, args: caught.update(wide=args[1], rows=args[2][0]))
     logits = model(batch)
 
     w = {n: p.detach().double() for n, p in model.heads.named_parameters()}
-    wide = caught["wide"].double()
-    x = torch.cat((wide / (1 + wide.abs() / 3), caught["rows"].double()), dim=1)
+    # `vector`, the first three dense features, is what events show as well: as it is, not standardised
+    x = torch.cat((caught["wide"][:, 3:], caught["rows"], batch.dense[:, :3]), dim=1).double()
     assert caught["rows"].shape == (6, len(inputs.sparse) * inputs.table_dim)
     x = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
     x = x * w["reader.norm.weight"] + w["reader.norm.bias"]

@@ -100,10 +100,11 @@ class GEM(TokenRanker):
         self.auxiliary = None
         if self.distillation is not None and self.training:
             self.auxiliary = self.distillation(x, batch)
-        read = None
+        content = None
         if self.heads.reader is not None:
-            read = torch.cat([x.new_zeros(x.shape[0], 0), *(rows.pooled[f] for f, _ in self.inputs.sparse)], dim=1)
-        return self.heads(x, torch.cat(wide, dim=1) if wide else None, read)
+            pooled = [rows.pooled[f] for f, _ in self.inputs.sparse]
+            content = torch.cat([x.new_zeros(x.shape[0], 0), *pooled], dim=1), batch.dense
+        return self.heads(x, torch.cat(wide, dim=1) if wide else None, content)
 
     def units(self) -> list[str]:
         """Names of the submodules that FSDP shards one by one, in the order in which they run."""

@@ -40,13 +40,15 @@ class Heads(nn.Module):
         self.wide_norm = nn.LayerNorm(n_wide) if n_wide else None
         self.reader = Reader(config, inputs, n_wide=n_wide) if config.reader and n_wide else None
 
-    def forward(self, x: Tensor, wide: Tensor | None, rows: Tensor | None = None) -> Tensor:
-        """[B, N, d], what reaches the logits linearly, [B, n_wide], and the reader's rows -> logits [B, K] float32."""
+    def forward(self, x: Tensor, wide: Tensor | None, content: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """[B, N, d], what reaches the logits linearly, [B, n_wide], and the reader's rows and dense features -> logits
+        [B, K] float32.
+        """
         read = None
         if self.reader is not None:
             assert wide is not None
-            assert rows is not None
-            read = self.reader(wide, rows)
+            assert content is not None
+            read = self.reader(wide, *content)
         x = self.norm(x.flatten(1))
         if self.wide_norm is not None:
             assert wide is not None

@@ -15,6 +15,7 @@ from gem_model.heads import Heads
 from gem_model.interaction import FactorizationMachine, TokenMix
 from gem_model.sequence import SequenceLayer
 
+READER_INIT = 3.0**-0.5  # of the usual size: the smaller the first weights, the smoother what is learned first
 HEAD_INIT = 0.1  # of the usual size: the first logits are the base rate with a little noise
 
 
@@ -48,6 +49,8 @@ def initialise(model: nn.Module, *, layers: int) -> None:
                 out.weight.mul_(HEAD_INIT if module.reader is None else 0.0)
             if module.reader is not None:
                 module.reader.out.weight.mul_(HEAD_INIT)
+                for linear in module.reader.hidden:
+                    linear.weight.mul_(READER_INIT)
             if module.wide is not None:
                 module.wide.weight.zero_()
 

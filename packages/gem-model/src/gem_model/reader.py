@@ -16,18 +16,20 @@ from torch import Tensor, nn
 from gem_model.config import GemConfig, ModelInputs
 from gem_model.dropout import Dropout
 
-SOFT = 3.0  # standard deviations
-
 
 class Reader(nn.Module):
-    """logits = W MLP(LN [s(wide) || rows]), [B, K]: wide are the dense features and the evidence, rows those of X.
+    """logits = W MLP(LN [wide || content]), [B, K], the MLP of Linear, GELU and dropout, ``config.reader`` hidden units.
 
-    The MLP is of Linear, GELU and dropout, with ``config.reader`` hidden units. s(x) = x / (1 + |x| / 3): a feature
-    that is seldom set is many standard deviations large when it is, and would make all others small in the norm.
+    Content is what the candidate is, with dropout: the rows of its features and the float columns that events have, too
+    (the kinds of a film), as they are and not standardised: a kind that is seldom set would be many standard deviations
+    large when it is, and make all else small in the norm. Wide are the other dense features and the evidence.
     """
 
     def __init__(self, config: GemConfig, inputs: ModelInputs, *, n_wide: int) -> None:
         super().__init__()
+        shared = {span for source in inputs.sources for span in inputs.candidate_floats(source).values()}
+        self.shared = sorted((start, start + size) for start, size in shared)
+        self.rest = gaps(self.shared, n_wide)
         size = n_wide + len(inputs.sparse) * inputs.table_dim
         self.norm = nn.LayerNorm(size)
         self.hidden = nn.ModuleList()
@@ -37,10 +39,20 @@ class Reader(nn.Module):
         self.out = nn.Linear(size, len(inputs.tasks), bias=False)
         self.dropout = Dropout(config.reader_dropout)
 
-    def forward(self, wide: Tensor, rows: Tensor) -> Tensor:
-        """What reaches the logits linearly, [B, n_wide], and the features' rows side by side, [B, S D] -> [B, K]."""
-        x = self.norm(torch.cat((wide / (1.0 + wide.abs() / SOFT), self.dropout(rows).to(wide.dtype)), dim=1))
+    def forward(self, wide: Tensor, rows: Tensor, dense: Tensor) -> Tensor:
+        """What reaches the logits linearly, [B, n_wide], the features' rows side by side, [B, S D], and the dense
+        features as they came, [B, F] -> [B, K].
+        """
+        content = torch.cat((rows, *(dense[:, a:b] for a, b in self.shared)), dim=1)
+        x = torch.cat((*(wide[:, a:b] for a, b in self.rest), self.dropout(content).to(wide.dtype)), dim=1)
+        x = self.norm(x)
         for linear in self.hidden:
             x = self.dropout(F.gelu(linear(x)))
         logits: Tensor = self.out(x)
         return logits
+
+
+def gaps(spans: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """What of [0, end) the sorted spans leave out."""
+    edges = [0, *(edge for span in spans for edge in span), end]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
