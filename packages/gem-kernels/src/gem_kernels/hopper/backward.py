@@ -149,7 +149,7 @@ def _step(
     NC: gl.constexpr, D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr,
     ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """From a step's scores: dV, to which its part may still be in flight, and its dS^T.
+    """From a step's scores: dV, to which its part may still be in flight, P^T, which that product reads, and dS^T.
 
     The weights are made while dP^T is in flight, and dS^T while dV is (of three consumers, whose registers are short,
     another one's): ptxas moves arithmetic over waits for products, but not over products that need it.
@@ -174,7 +174,7 @@ def _step(
     ds = score_gradient(
         slope, dP, rows_buf.index(2 * s + 1).load(RL), q_left, k_left, d, mask, ACT, SL, LEFT, RIGHT
     )  # fmt: skip
-    return dv, gl.convert_layout(ds.to(dtype), PL)
+    return dv, P, gl.convert_layout(ds.to(dtype), PL)
 
 
 @gluon.jit
@@ -201,7 +201,7 @@ def _head(
         mbarrier.arrive(before, count=1, pred=has_before)
         S = warpgroup_mma_wait(0, deps=(S,))
         for i in range(begin, end - 1):
-            dv, dS = _step(
+            dv, P, dS = _step(
                 S, dv, k, v, step, q_left - i * BLOCK, mine, d0 - i * BLOCK, problem, buffers, barriers,
                 NC, D, QS, DS, ACT, LEFT, RIGHT,
             )  # fmt: skip
@@ -214,10 +214,10 @@ def _head(
             dk = warpgroup_mma(dS, q_buf.index(s).reshape([BLOCK, D]), dk, is_async=True)
             _send(dS, ds_buf, ds_desc, ds_row, SL)
             ds_row += ds_step
-            S, dv, dk, dS = warpgroup_mma_wait(0, deps=(S, dv, dk, dS))
+            S, dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(S, dv, dk, P, dS))
             mbarrier.arrive(step_empty.index(o), count=1)
         i = end - 1
-        dv, dS = _step(
+        dv, P, dS = _step(
             S, dv, k, v, step, q_left - i * BLOCK, mine, d0 - i * BLOCK, problem, buffers, barriers,
             NC, D, QS, DS, ACT, LEFT, RIGHT,
         )  # fmt: skip
@@ -226,7 +226,7 @@ def _head(
         step += 1
         dk = warpgroup_mma(dS, q_buf.index(s).reshape([BLOCK, D]), dk, is_async=True)
         _send(dS, ds_buf, ds_desc, ds_row, SL)
-        dv, dk, dS = warpgroup_mma_wait(0, deps=(dv, dk, dS))
+        dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv, dk, P, dS))
         mbarrier.arrive(step_empty.index(o), count=1)
     else:
         tma.store_wait(0)
