@@ -1,5 +1,7 @@
 """Norms: the reference against formulas in float64, the Triton kernels against both, and what users pass."""
 
+import functools
+
 import pytest
 import torch
 from gem_kernels import dispatch
@@ -211,6 +213,24 @@ def test_programs_with_many_tiles(kind, device):
     for rows, width in ((40_003, 256), (20_001, 384), (10_001, 1024), (2_001, 8192)):
         given = operands((rows, width), kind, False, True, device, torch.bfloat16)
         compare(given, kind, width == 384, "triton", TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(("kind", "swish"), KINDS)
+def test_the_gradient_of_a_bias_in_the_residual_is_summed(kind, swish, backend, device):
+    x, r, w, b = operands((13, 20), kind, True, True, device, torch.float32)
+    bias = normal(20, seed=9, dtype=torch.float32, device=device, grad=True)
+    affine = (w, b) if kind == "layer" else (w,)
+    norm = functools.partial(layer_norm if kind == "layer" else rms_norm, swish=swish, eps=EPS, backend=backend)
+    leaves = [t for t in (x, r, bias, w, b) if t is not None]
+    with poisoned():
+        got = norm(x, *affine, residual=r + bias.detach(), residual_bias=bias)
+    expected = norm(x, *affine, residual=r + bias)
+    weights = [normal(13, 20, seed=20 + i, dtype=torch.float32, device=device) for i in range(2)]
+    ours = torch.autograd.grad(got, leaves, weights, retain_graph=True)
+    theirs = torch.autograd.grad(expected, leaves, weights)
+    for a, c in zip((*got, *ours), (*expected, *theirs), strict=True):
+        torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "swish"), KINDS)

@@ -34,9 +34,9 @@ class RMSNorm(nn.Module):
         """Weight 1."""
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Any:
         """[..., C] -> [..., C] in x's dtype; with a residual, the norm of x + residual, and that sum."""
-        return rms_norm(x, self.weight, eps=self.eps, residual=residual)
+        return rms_norm(x, self.weight, eps=self.eps, residual=residual, residual_bias=residual_bias)
 
     def extra_repr(self) -> str:
         """Shown in the module's repr."""
@@ -49,9 +49,9 @@ class LayerNorm(nn.LayerNorm):
     def __init__(self, dim: int, eps: float = 1e-5, *, device: torch.device | str | None = None) -> None:
         super().__init__(dim, eps, device=device)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Any:
         """[..., C] -> [..., C] in x's dtype; with a residual, the norm of x + residual, and that sum."""
-        return layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual)
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual, residual_bias=residual_bias)
 
 
 class NormLinear(nn.Module):
@@ -78,11 +78,14 @@ class NormLinear(nn.Module):
             self.norm = LayerNorm(in_features, eps, device=device)
         self.linear = nn.Linear(in_features, out_features, bias, device=device)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """[..., in_features] -> [..., out_features]; with a residual, y of x + residual, and that sum in x's dtype."""
+    def forward(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Any:
+        """[..., in_features] -> [..., out_features]; with a residual, y of x + residual, and that sum in x's dtype.
+
+        A `residual_bias` is one that the residual holds already: see `gem_kernels.rms_norm`.
+        """
         if residual is None:
             return self.linear(self.norm(x))
-        normal, total = self.norm(x, residual.to(x.dtype))
+        normal, total = self.norm(x, residual.to(x.dtype), residual_bias)
         return self.linear(normal), total
 
 
@@ -324,14 +327,21 @@ class PMA(nn.Module):
         """Queries from N(0, 1); the projections initialise themselves."""
         nn.init.normal_(self.queries)
 
-    def forward(self, x: Tensor, offsets: Tensor, max_len: int, residual: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        max_len: int,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+    ) -> Any:
         """x [T, C], offsets [B + 1] -> [B, queries, out_dim]; an empty sequence gives the output bias.
 
         With a residual (and `pre_norm`), what is pooled is x + residual, and that sum is returned, too.
         """
         if residual is None:
             return self.pooled(self.kv(x), offsets, max_len)
-        kv, total = self.kv(x, residual)
+        kv, total = self.kv(x, residual) if residual_bias is None else self.kv(x, residual, residual_bias)
         return self.pooled(kv, offsets, max_len), total
 
     def pooled(self, kv: Tensor, offsets: Tensor, max_len: int) -> Tensor:

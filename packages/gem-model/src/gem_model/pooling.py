@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gem_kernels.nn import PMA, LayerNorm
+from gem_kernels.nn import PMA, LayerNorm, NormLinear
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
@@ -32,9 +32,19 @@ class SeedPooling(nn.Module):
         self.dims = nn.Linear(width, KRONECKER_TERMS * width, bias=False)  # B_r
         self.mix = TokenMix(KRONECKER_TERMS * seeds, queries)  # A_r
 
-    def forward(self, s: Tensor, offsets: Tensor, max_len: int, residual: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        s: Tensor,
+        offsets: Tensor,
+        max_len: int,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+    ) -> Any:
         """Tokens [T, d] of offsets [B + 1] -> [B, q, d]; with a residual, of s + residual, and that sum as well."""
-        z, *total = (self.read(s, offsets, max_len),) if residual is None else self.read(s, offsets, max_len, residual)
+        if residual is None:
+            z, *total = (self.read(s, offsets, max_len),)
+        else:
+            z, *total = self.read(s, offsets, max_len, residual, residual_bias)
         z = self.dims(self.norm(z))  # [B, s, terms d]
         pooled = self.mix(z.unflatten(2, (KRONECKER_TERMS, -1)).flatten(1, 2))
         return (pooled, *total) if total else pooled
@@ -54,5 +64,9 @@ def pool(module: nn.Module, history: History) -> tuple[Tensor, History]:
     at = (history.offsets, history.max_len)
     if history.more is None:
         return module(history.tokens, *at), history
-    pooled, tokens = module(history.tokens, *at, history.more)
+    reader = module.read if isinstance(module, SeedPooling) else module
+    if type(reader.kv) is NormLinear:
+        pooled, tokens = module(history.tokens, *at, history.more, history.more_bias)
+    else:  # of a precision recipe
+        pooled, tokens = module(history.tokens, *at, history.whole)
     return pooled, history.settled(tokens)

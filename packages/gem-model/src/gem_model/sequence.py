@@ -7,6 +7,7 @@ tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,8 @@ class History:
     """The events of one source on their way through the layers.
 
     The tokens are S = ``tokens`` + ``more``: what a block adds to them is left to the next norm, which adds it in the
-    pass over memory that it makes anyway (:func:`read`, :meth:`settled`).
+    pass over memory that it makes anyway (:func:`read`, :meth:`settled`). ``more_bias`` is in ``more`` already; its
+    gradient is left to that norm, too.
     """
 
     tokens: Tensor  # [T, d]
@@ -36,35 +38,67 @@ class History:
     rank: Tensor  # [T] int64: 1 for the latest event of a sample, 2 for the one before
     age: Tensor  # [T] float32: log(1 + dt / time_scale) from the event to the request
     more: Tensor | None = None  # [T, d]
+    more_bias: Tensor | None = None  # [d]
 
-    def plus(self, more: Tensor | None) -> History:
+    def plus(self, more: Tensor, bias: Tensor | None) -> History:
         """The same events with something to be added to their tokens; only where nothing is waiting for that."""
         assert self.more is None
-        return replace(self, more=more)
+        return replace(self, more=more, more_bias=bias)
 
     def settled(self, tokens: Tensor | None = None) -> History:
         """With ``more`` added; ``tokens`` is the sum where somebody has it already."""
         if tokens is None:
-            tokens = self.tokens if self.more is None else self.tokens + self.more.to(self.tokens.dtype)
-        return replace(self, tokens=tokens, more=None)
+            tokens = self.tokens if self.more is None else self.tokens + self.whole.to(self.tokens.dtype)
+        return replace(self, tokens=tokens, more=None, more_bias=None)
+
+    @property
+    def whole(self) -> Tensor:
+        """``more``, from which gradients also reach the bias in it."""
+        assert self.more is not None
+        return self.more if self.more_bias is None else with_bias(self.more, self.more_bias)
+
+
+class WithBias(torch.autograd.Function):
+    """x [T, C], which holds the bias [C] already: its gradient is the sum of x's, as a linear layer makes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        """x itself."""
+        ctx.dtype = bias.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of x as it is, and its columns' sums."""
+        return dx, dx.sum(0).to(ctx.dtype)
+
+
+def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x, which was made with ``bias.detach()``: gradients reach the bias as well."""
+    return x if bias is None else WithBias.apply(x, bias)  # type: ignore[no-any-return]
+
+
+def project(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """linear(x), and the layer's bias where its gradient is still to be made by whoever reads the result: a sum over a
+    gradient [T, out] is best made where that gradient is written. Layers of a precision recipe make all themselves.
+    """
+    if type(linear) is not nn.Linear or linear.bias is None:
+        return linear(x), None
+    return F.linear(x, linear.weight, linear.bias.detach()), linear.bias
 
 
 def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, History]:
-    """What a layer makes of the tokens, [T, out], and the history with the tokens settled.
-
-    Between them stands the layer's bias where its gradient is still to be made by whoever takes the result apart: the
-    sum of a gradient [T, out] is best made where that gradient is written.
-    """
-    args = [history.tokens] if history.more is None else [history.tokens, history.more.to(history.tokens.dtype)]
-    linear = layer.linear
-    plain = type(layer) is NormLinear and type(linear) is nn.Linear and linear.bias is not None
-    out = layer.norm(*args) if plain else layer(*args)  # those of a precision recipe make all gradients themselves
+    """What a layer makes of the tokens, [T, out], its bias as :func:`project` gives it, and the history settled."""
+    plain = type(layer) is NormLinear
+    args = [history.tokens]
+    if history.more is not None:
+        more = history.more if plain else history.whole
+        args += [more.to(history.tokens.dtype)] + ([history.more_bias] if plain else [])
+    out = layer.norm(*args) if plain else layer(*args)
     if history.more is not None:
         out, tokens = out
         history = history.settled(tokens)
-    if plain:
-        return F.linear(out, linear.weight, linear.bias.detach()), linear.bias, history
-    return out, None, history
+    return (*project(layer.linear, out), history) if plain else (out, None, history)
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -140,17 +174,12 @@ class PersonalisedFFN(nn.Module):
         """Tokens [T, d]; x_sum [B, n_sum, d]."""
         packed, bias, history = read(self.up, history)
         hidden, q = self._parts(packed, bias)
-        if not self.personal:
-            return history.plus(self.down(hidden))
-        k, v = self._personal(self.mix(x_sum).flatten(0, 1))  # [B P, H, D]
-        return history.plus(self._sum(hidden, self._transform(q, k, v, history).flatten(1)))
-
-    def _sum(self, hidden: Tensor, personal: Tensor) -> Tensor:
-        """down(hidden) + out(personal), [T, d]; plain biases are one, whose gradient is one sum."""
-        down, out = self.down, self.out
-        if not (type(down) is type(out) is nn.Linear):
-            return down(hidden) + out(personal)  # type: ignore[no-any-return]
-        return F.linear(hidden, down.weight, down.bias + out.bias) + F.linear(personal, out.weight)
+        more, bias = project(self.down, hidden)
+        if self.personal:
+            k, v = self._personal(self.mix(x_sum).flatten(0, 1))  # [B P, H, D]
+            personal, other = project(self.out, self._transform(q, k, v, history).flatten(1))
+            more, bias = more + personal, other if bias is None else bias if other is None else bias + other
+        return history.plus(more, bias)
 
     def _parts(self, packed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """SwiGLU's product [T, hidden] and the normed queries [T, H, D]."""
@@ -201,7 +230,7 @@ class HistoryAttention(nn.Module):
             seen = self._attend(
                 q_events, k, v, history.offsets, history, history.max_len, causal=self.causal, window=window
             )
-            history = history.plus(self.out(seen))
+            history = history.plus(*project(self.out, seen))
         q = self.norms.q(self.cls_q(cls).view(batch * count, self.heads, self.head_dim)).to(k.dtype)
         told = self._attend(q, k_again, v_again, uniform_offsets(batch, count, cls.device), history, count)
         return history, cls + self.out(told).view(cls.shape)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS
@@ -21,6 +22,7 @@ def rms_norm(
     *,
     eps: float = 1e-6,
     residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
     swish: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -36,6 +38,8 @@ def rms_norm(
         weight: [C] floating, of any of these dtypes; 1 if None.
         eps: added to the mean square, positive.
         residual: like x, added before the norm.
+        residual_bias: [C] floating, a bias that the residual holds already, of the projection that made it. Its
+            gradient is made here, where the residual's is, so give that projection `residual_bias.detach()`.
         swish: gate h by the norm (SwishNorm) instead of returning the norm.
         backend: "reference" or "triton"; None lets `dispatch` choose.
 
@@ -48,7 +52,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, 2019; the gate: Swish (Ramachandran et al., 2017) of a normalised row.
     """
-    return _norm(x, residual, weight, None, "rms", eps, swish, backend)
+    return _norm(x, residual, residual_bias, weight, None, "rms", eps, swish, backend)
 
 
 def layer_norm(
@@ -58,6 +62,7 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
     swish: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -71,7 +76,7 @@ def layer_norm(
 
     Source: Ba et al., 2016.
     """
-    return _norm(x, residual, weight, bias, "layer", eps, swish, backend)
+    return _norm(x, residual, residual_bias, weight, bias, "layer", eps, swish, backend)
 
 
 def qk_norm(
@@ -110,6 +115,7 @@ def qk_norm(
 def _norm(
     x: Tensor,
     residual: Tensor | None,
+    residual_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     kind: str,
@@ -117,17 +123,28 @@ def _norm(
     swish: bool,
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    _check(x, residual, weight, bias, eps)
+    _check(x, residual, weight, bias, residual_bias, eps)
     asked = {f"norm:{kind}": True, "residual": residual is not None, "swish": swish}
     name = dispatch.choose("norms", x, backend, tuple(f for f, on in asked.items() if on))
     if name == dispatch.REFERENCE:
+        if residual_bias is not None:
+            residual = residual + (residual_bias - residual_bias.detach()).to(x.dtype)  # type: ignore[operator]
         y, total = reference.norm(x, residual, weight, bias, kind=kind, eps=float(eps), swish=swish)
+    elif residual_bias is not None:
+        y, total = _Summed.apply(x, residual, residual_bias, weight, bias, kind, float(eps), swish, name)
     else:
         y, total = _forward(x, residual, weight, bias, kind, float(eps), swish, name)
     return y if residual is None else (y, total)
 
 
-def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+def _check(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual_bias: Tensor | None,
+    eps: float,
+) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor; got {type(x).__name__}")
     if x.dtype not in FLOATS:
@@ -145,7 +162,9 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tens
             raise ValueError(f"residual must be on {x.device} with x; it is on {residual.device}")
     if bias is not None and weight is None:
         raise ValueError("a bias needs a weight")
-    for name, vector in (("weight", weight), ("bias", bias)):
+    if residual_bias is not None and residual is None:
+        raise ValueError("a residual_bias needs a residual")
+    for name, vector in (("weight", weight), ("bias", bias), ("residual_bias", residual_bias)):
         if vector is None:
             continue
         if vector.dtype not in FLOATS:
@@ -217,3 +236,49 @@ def _autograd(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, 
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)
+
+
+@operator("norm_backward_with_sums")
+def _backward_with_sums(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual_bias: Tensor | None,
+    kind: str,
+    eps: float,
+    swish: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    backward = dispatch.module("norms", backend).backward_with_sums
+    return backward(dy, dtotal, total, weight, bias, residual_bias, kind, eps, swish)  # type: ignore[no-any-return]
+
+
+@_backward_with_sums.register_fake
+def _(dy, dtotal, total, weight, bias, residual_bias, *_rest):  # type: ignore[no-untyped-def]
+    vectors = (total.new_empty(0) if v is None else v.new_empty(v.shape) for v in (weight, bias, residual_bias))
+    return total.new_empty(total.shape), *vectors
+
+
+class _Summed(torch.autograd.Function):
+    """A norm of x + residual that also makes the gradient of a bias in the residual."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, residual_bias: Tensor, weight: Tensor | None, bias: Tensor | None,
+        *rest: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        y, total = _forward(x, residual, weight, bias, *rest)
+        ctx.save_for_backward(total, weight, bias, residual_bias)
+        ctx.rest = rest
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, ...]:
+        total, weight, bias, residual_bias = ctx.saved_tensors
+        dy = torch.zeros_like(total) if dy is None else dy
+        dx, dweight, dbias, dsums = _backward_with_sums(dy, dtotal, total, weight, bias, residual_bias, *ctx.rest)
+        return dx, dx, dsums, None if weight is None else dweight, None if bias is None else dbias, *(None,) * 4

@@ -73,10 +73,11 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _backward_kernel(
-    x_ptr, dy_ptr, dtotal_ptr, weight_f32, bias_f32, dx_ptr, parts_f32,
+    x_ptr, dy_ptr, dtotal_ptr, weight_f32, bias_f32, dx_ptr, parts_f32, sums_f32,
     x_row, x_head, dy_row, dy_head, dtotal_row, dtotal_head, rows, tiles,
     HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
-    SWISH: tl.constexpr, DTOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    SWISH: tl.constexpr, DTOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     if WEIGHT:
@@ -85,6 +86,8 @@ def _backward_kernel(
     if BIAS:
         bias = _vector(bias_f32, C, CP)
         dbias = tl.zeros((BM, CP), tl.float32)
+    if SUMS:
+        sums = tl.zeros((BM, CP), tl.float32)
     for i in tl.range(0, tiles, num_stages=STAGES):
         row = (i * tl.num_programs(0) + part) * BM + tl.arange(0, BM)  # all programs read neighbouring rows at a time
         inside = row < rows
@@ -113,12 +116,17 @@ def _backward_kernel(
         d = dy - normal * along
         if LAYER:
             d -= tl.sum(dy, axis=1)[:, None] / C
-        store_rows(dx_ptr, dx + d * inverse, row, inside, C, C, CP)
+        dx += d * inverse
+        store_rows(dx_ptr, dx, row, inside, C, C, CP)
+        if SUMS:
+            sums += dx
     dim = tl.arange(0, CP)
     if WEIGHT:
         tl.store(parts_f32 + part * ((1 + BIAS) * C) + dim, tl.sum(dweight, axis=0), mask=dim < C)
     if BIAS:
         tl.store(parts_f32 + part * (2 * C) + C + dim, tl.sum(dbias, axis=0), mask=dim < C)
+    if SUMS:
+        tl.store(sums_f32 + part * C + dim, tl.sum(sums, axis=0), mask=dim < C)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -210,6 +218,21 @@ def backward(
     swish: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the sum, of weight and of bias ([0] for what there is not)."""
+    return backward_with_sums(dy, dtotal, total, weight, bias, None, kind, eps, swish)[:3]
+
+
+def backward_with_sums(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual_bias: Tensor | None,
+    kind: str,
+    eps: float,
+    swish: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `backward`, and the column sums of the sum's gradient, like `residual_bias` ([0] without one)."""
     width = total.shape[-1]
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     views, heads = _rows(total, dy) if dtotal is None else _rows(total, dy, dtotal)
@@ -219,24 +242,32 @@ def backward(
     each = triton.cdiv(tiles, PARTS)
     parts = triton.cdiv(tiles, each) if tiles else 0
     vectors = (weight is not None) + (bias is not None)
-    sums = torch.empty(parts * vectors * width, dtype=torch.float32, device=total.device)
+    summed = residual_bias is not None
+    sums, residual_sums = (
+        torch.empty(parts * n * width, dtype=torch.float32, device=total.device) for n in (vectors, int(summed))
+    )
     launch(
         _backward_kernel, parts, total.device, t,
         views[0], views[1], views[-1], total if weight is None else weight, total if bias is None else bias, dx, sums,
-        *strides(views[0], views[1], views[-1]), rows, each,
+        residual_sums, *strides(views[0], views[1], views[-1]), rows, each,
         HEADS=heads, C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish, DTOTAL=dtotal is not None,
-        WEIGHT=weight is not None, BIAS=bias is not None, STAGES=t.stages,
+        WEIGHT=weight is not None, BIAS=bias is not None, SUMS=summed, STAGES=t.stages,
     )  # fmt: skip
-    dweight, dbias = (
+    dweight, dbias, dresidual_bias = (
         torch.empty(0 if v is None else width, dtype=total.dtype if v is None else v.dtype, device=total.device)
-        for v in (weight, bias)
+        for v in (weight, bias, residual_bias)
     )
     if vectors:
         launch(
             _sum_kernel, triton.cdiv(vectors * width, SUM.bn), total.device, SUM,
             sums, dweight, dbias, parts, C=width, BIAS=bias is not None, BM=SUM.bm, BN=SUM.bn,
         )  # fmt: skip
-    return dx, dweight, dbias
+    if summed:
+        launch(
+            _sum_kernel, triton.cdiv(width, SUM.bn), total.device, SUM,
+            residual_sums, dresidual_bias, dresidual_bias, parts, C=width, BIAS=False, BM=SUM.bm, BN=SUM.bn,
+        )  # fmt: skip
+    return dx, dweight, dbias, dresidual_bias
 
 
 def compile_cases() -> list[CompileCase]:
@@ -247,7 +278,7 @@ def compile_cases() -> list[CompileCase]:
         shared = {"HEADS": 1, "C": width, "EPS": 1e-6, "LAYER": layer, "SWISH": swish, "WEIGHT": True, "BIAS": layer}
         for name, kernel, extra in (
             ("forward", _forward_kernel, {"RESIDUAL": True}),
-            ("backward", _backward_kernel, {"DTOTAL": True, "STAGES": tile(width, True).stages}),
+            ("backward", _backward_kernel, {"DTOTAL": True, "SUMS": layer, "STAGES": tile(width, True).stages}),
         ):
             t = tile(width, name == "backward")
             constants: dict[str, object] = {**shared, **extra, "CP": t.bn, "BM": t.bm}

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from gem_kernels import block_attention, jagged, jagged_attention, layer_norm, rope
 from gem_kernels.gdpa.activations import ACTIVATIONS
 from gem_kernels.nn import PMA, LayerNorm
-from gem_model.sequence import History, HistoryAttention, PersonalisedFFN, SequenceLayer, uniform_offsets
+from gem_model.sequence import History, HistoryAttention, PersonalisedFFN, SequenceLayer, uniform_offsets, with_bias
 from torch import Tensor, nn
 
 Attention = Literal["padded", "varlen", "kernel"]
@@ -152,21 +152,6 @@ ATTENTION: dict[str, Callable[..., Any]] = {
 # The modules.
 
 
-class WithBias(torch.autograd.Function):
-    """x [T, C], which holds the bias [C] already: its gradient is the sum of x's, as a linear layer makes it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x itself."""
-        ctx.dtype = None if bias is None else bias.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gradient of x as it is, and its columns' sums."""
-        return dx, None if ctx.dtype is None else dx.sum(0).to(ctx.dtype)
-
-
 class PeerAttention(HistoryAttention):
     """`HistoryAttention` on chosen operators."""
 
@@ -177,7 +162,7 @@ class PeerAttention(HistoryAttention):
     ) -> tuple[Tensor | None, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         if self.operators.parts == "kernel":
             return super()._parts(packed, bias, history)
-        packed = WithBias.apply(packed, bias)
+        packed = with_bias(packed, bias)
         *turning, v = packed.unflatten(1, (-1, self.heads, self.head_dim)).unbind(1)
         norms = [self.norms.q, self.norms.k][-len(turning) :]
         *q, k = self._rotate(torch.stack([norm(x) for norm, x in zip(norms, turning, strict=True)], dim=1), history)
@@ -220,7 +205,7 @@ class PeerFFN(PersonalisedFFN):
     def _parts(self, packed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.operators.parts == "kernel":
             return super()._parts(packed, bias)
-        gate, up, q = WithBias.apply(packed, bias).split(self.splits, dim=1)
+        gate, up, q = with_bias(packed, bias).split(self.splits, dim=1)
         q = q.unflatten(1, (self.heads, -1))
         return F.silu(gate) * up, self.norms.q(q) if self.personal else q
 
@@ -229,11 +214,6 @@ class PeerFFN(PersonalisedFFN):
             return super()._personal(mixed)
         k, v = self.kv(mixed).unflatten(1, (2, self.heads, -1)).unbind(1)
         return self.norms.k(k), v
-
-    def _sum(self, hidden: Tensor, personal: Tensor) -> Tensor:
-        if self.operators.parts == "kernel":
-            return super()._sum(hidden, personal)
-        return self.down(hidden) + self.out(personal)  # type: ignore[no-any-return]
 
     def _transform(self, q: Tensor, k: Tensor, v: Tensor, history: History) -> Tensor:
         if self.operators.ffn == "kernel":
@@ -261,14 +241,21 @@ class PeerNorm(LayerNorm):
 
     operators: Operators
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Any:
         """As `LayerNorm.forward`."""
         if self.operators.norm == "torch":
-            total = x if residual is None else x + residual
+            total = x if residual is None else x + with_bias(residual, residual_bias)
             normal = nn.LayerNorm.forward(self, total)
             return normal if residual is None else (normal, total)
-        backend = "triton" if self.operators.norm == "kernel" else None
-        return layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual, backend=backend)
+        return layer_norm(
+            x,
+            self.weight,
+            self.bias,
+            eps=self.eps,
+            residual=residual,
+            residual_bias=residual_bias,
+            backend="triton" if self.operators.norm == "kernel" else None,
+        )
 
 
 class PeerLayer(SequenceLayer):
