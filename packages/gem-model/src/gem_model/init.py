@@ -49,8 +49,9 @@ def initialise(model: nn.Module, *, layers: int) -> None:
                 out.weight.mul_(HEAD_INIT if module.reader is None else 0.0)
             if module.reader is not None:
                 module.reader.out.weight.mul_(HEAD_INIT)
-                for linear in module.reader.hidden:
-                    linear.weight.mul_(READER_INIT)
+                for hidden in module.reader.hidden:
+                    assert isinstance(hidden, nn.Linear)
+                    hidden.weight.mul_(READER_INIT)
             if module.wide is not None:
                 module.wide.weight.zero_()
 

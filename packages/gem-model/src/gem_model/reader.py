@@ -18,7 +18,7 @@ from gem_model.dropout import Dropout
 
 
 class Reader(nn.Module):
-    """logits = W MLP(LN [wide || content]), [B, K], the MLP of Linear, GELU and dropout, ``config.reader`` hidden units.
+    """logits = W MLP(LN [wide || content]), [B, K]; the MLP: Linear, GELU, dropout with ``config.reader`` hidden units.
 
     Content is what the candidate is, with dropout: the rows of its features and the float columns that events have, too
     (the kinds of a film), as they are and not standardised: a kind that is seldom set would be many standard deviations
