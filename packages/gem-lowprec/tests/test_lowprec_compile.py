@@ -38,6 +38,31 @@ def test_kernels_build_for_hopper() -> None:
     assert "wgmma.mma_async.e4m3" in lines[0]
 
 
+NATIVE = r"""
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gem_kernels.compile_check import build
+from gem_lowprec.mx_gemm import compile_cases
+
+(case,) = compile_cases()
+print(build(case, 100))
+source = ASTSource(fn=case.kernel, signature=dict(case.signature), constexprs=dict(case.constants))
+ptx = triton.compile(source, target=GPUTarget("cuda", 100, 32)).asm["ptx"]
+print(*sorted(set(re.findall(r"tcgen05\.mma\S*|mma\.sync\S*", ptx))))
+"""
+
+
+def test_mxfp8_products_are_block_scaled_instructions_on_blackwell() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", NATIVE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    resources, instructions = done.stdout.splitlines()
+    assert re.search(r"spilled +0 B", resources), resources
+    assert instructions.split() == ["tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X"]
+
+
 def test_the_configuration_follows_the_shape() -> None:
     """Few tiles leave programs idle: then K is cut, or the tile changes."""
     assert choose(65536, 2048, 16, 132) == (CONFIGS["3x64x128"], 1)

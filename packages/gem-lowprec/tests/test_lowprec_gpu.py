@@ -29,6 +29,7 @@ from gem_lowprec import (
     engine,
     kernels,
     low_precision_linear,
+    mx_matmul,
     quantize,
     quantize_both,
 )
@@ -192,3 +193,12 @@ def test_a_norm_that_writes_fp8_trains_like_the_norm_and_the_layer(norm, wgrad, 
     for got, right in zip(*results, strict=True):
         # The norm apart is rounded to BF16, which sends a few in a hundred to the neighbouring E4M3 number.
         assert relative(got, right.detach().double()) < 3e-2
+
+
+@HOPPER
+@pytest.mark.parametrize(("m", "n", "k"), [(256, 128, 256), (131, 70, 160), (5, 300, 1024)])
+def test_mx_matmul(m, n, k):
+    a, b = (quantize(torch.randn(rows, k, device="cuda"), MXFP8) for rows in (m, n))
+    expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+    with poisoned():
+        assert relative(mx_matmul(a, b, torch.float32), expected) < 1e-5

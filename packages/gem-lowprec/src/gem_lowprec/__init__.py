@@ -33,6 +33,7 @@ from gem_lowprec.weight import QuantizedWeight
 if TYPE_CHECKING:
     from gem_lowprec.block_gemm import block_matmul
     from gem_lowprec.fsdp import Gather, Gathers, quantize_gathers
+    from gem_lowprec.mx_gemm import mx_matmul
     from gem_lowprec.norms import norm_quantize
     from gem_lowprec.orientations import Norm, Oriented, quantize_both
 
@@ -76,6 +77,7 @@ __all__ = [
     "get_recipe",
     "hadamard",
     "low_precision_linear",
+    "mx_matmul",
     "norm_quantize",
     "quantize",
     "quantize_both",
@@ -93,6 +95,7 @@ _LATER = {
     "Norm": "orientations",
     "Oriented": "orientations",
     "block_matmul": "block_gemm",
+    "mx_matmul": "mx_gemm",
     "norm_quantize": "norms",
     "quantize_both": "orientations",
     "quantize_gathers": "fsdp",
