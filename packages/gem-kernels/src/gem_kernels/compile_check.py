@@ -72,7 +72,9 @@ def build(case: CompileCase, arch: int) -> str:
 
 
 def _resources(ptx: str, arch: int) -> str:
-    """Registers and spills, from the assembler that comes with Triton."""
+    """Registers and spills, from the assembler that comes with Triton; and whether it waits for every product of a
+    warpgroup before the next one, as it does without an error where registers are short (C7510, C7512).
+    """
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -85,7 +87,8 @@ def _resources(ptx: str, arch: int) -> str:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
-    return f"registers {registers:3d}  spilled {spilled:5d} B"
+    serialised = "  products one by one" if re.search(r"wgmma.*serialized", said) else ""
+    return f"registers {registers:3d}  spilled {spilled:5d} B{serialised}"
 
 
 def main(arguments: list[str] | None = None) -> int:
