@@ -80,17 +80,24 @@ def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 def project(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """linear(x), and the layer's bias where its gradient is still to be made by whoever reads the result: a sum over a
-    gradient [T, out] is best made where that gradient is written. Layers of a precision recipe make all themselves.
+    gradient [T, out] is best made where that gradient is written. Layers of a precision recipe make all themselves, and
+    those that somebody watches are called as they are.
     """
-    if type(linear) is not nn.Linear or linear.bias is None:
+    if type(linear) is not nn.Linear or linear.bias is None or _hooked(linear):
         return linear(x), None
     return F.linear(x, linear.weight, linear.bias.detach()), linear.bias
 
 
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, History]:
     """What a layer makes of the tokens, [T, out], its bias as :func:`project` gives it, and the history settled."""
-    plain = type(layer) is NormLinear
-    args = [history.tokens]
+    plain = type(layer) is NormLinear and not _hooked(layer)
+    args: list[Tensor | None] = [history.tokens]
     if history.more is not None:
         more = history.more if plain else history.whole
         args += [more.to(history.tokens.dtype)] + ([history.more_bias] if plain else [])
