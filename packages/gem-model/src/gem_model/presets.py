@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from gem_model.config import GemConfig, ModelInputs, Source, Table, _known
+from gem_model.checks import unknown
+from gem_model.config import GemConfig, ModelInputs, Source, Table
 
 PRESETS: dict[str, dict[str, Any]] = {
     # For tests and for looking at: trains in seconds.
@@ -37,11 +38,11 @@ def preset(name: str, **changes: Any) -> GemConfig:
         ValueError: for an unknown preset or field.
     """
     if name not in PRESETS:
-        raise ValueError(f"preset {name!r} is {_known(name, PRESETS)}")
+        raise ValueError(f"preset {name!r} is {unknown(name, PRESETS)}")
     fields = [f.name for f in dataclasses.fields(GemConfig)]
     for change in changes:
         if change not in fields:
-            raise ValueError(f"GemConfig field {change!r} is {_known(change, fields)}")
+            raise ValueError(f"GemConfig field {change!r} is {unknown(change, fields)}")
     return GemConfig(**{**PRESETS[name], **changes})
 
 
@@ -76,7 +77,7 @@ def workload(name: str) -> Workload:
         ValueError: for an unknown preset.
     """
     if name not in _SIZES:
-        raise ValueError(f"preset {name!r} is {_known(name, _SIZES)}")
+        raise ValueError(f"preset {name!r} is {unknown(name, _SIZES)}")
     (items, users, others), dim, batch, (impressions, searches), dense, tasks = _SIZES[name]
     features = tuple(f"feature{i}" for i in range(10))
     rows = {"item": items, "user": users, "query": items // 4, "surface": 32, "action": 64} | dict.fromkeys(

@@ -24,7 +24,8 @@ from gem_model.baselines.logistic import LogisticRegression
 from gem_model.baselines.sasrec import SASRec
 from gem_model.baselines.sequential import SequentialConfig
 from gem_model.baselines.wukong import WukongConfig, WukongRanker
-from gem_model.config import ModelInputs, _known
+from gem_model.checks import unknown
+from gem_model.config import ModelInputs
 from gem_model.ranker import Ranker
 
 FITTED: dict[str, type[Any]] = {"constant": ConstantRate, "logistic": LogisticRegression}
@@ -46,12 +47,12 @@ def config_of(name: str, **changes: Any) -> Any:
         ValueError: for an unknown name or field, or a value out of range.
     """
     if name not in TRAINED:
-        raise ValueError(f"baseline {name!r} is {_known(name, TRAINED)}")
+        raise ValueError(f"baseline {name!r} is {unknown(name, TRAINED)}")
     kind = TRAINED[name][0]
     fields = [f.name for f in dataclasses.fields(kind)]
     for change in changes:
         if change not in fields:
-            raise ValueError(f"{kind.__name__} field {change!r} is {_known(change, fields)}")
+            raise ValueError(f"{kind.__name__} field {change!r} is {unknown(change, fields)}")
     return kind(**changes)
 
 
@@ -78,7 +79,7 @@ def build(
     if name in FITTED:
         return FITTED[name](**(config or {}))
     if name not in TRAINED:
-        raise ValueError(f"baseline {name!r} is {_known(name, (*FITTED, *TRAINED))}")
+        raise ValueError(f"baseline {name!r} is {unknown(name, (*FITTED, *TRAINED))}")
     kind, model = TRAINED[name]
     if config is None or isinstance(config, Mapping):
         config = config_of(name, **(config or {}))
