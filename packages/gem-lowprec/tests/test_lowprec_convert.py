@@ -339,6 +339,13 @@ def test_layers_that_would_not_be_faster_stay(monkeypatch):
         conversion = convert(build(), Recipe(name="fast", rules=(rule,)))
     assert [r.converted for r in conversion.rows] == [False, True]
     assert re.fullmatch(r"256x128 would train at 0\.\d\d of BF16's speed", conversion.rows[0].why)
+    layer = conversion.modules["1"]
+    assert layer.min_tokens > 1000
+    assert f"from {layer.min_tokens} tokens on" in conversion.rows[1].why
+    x = torch.randn(3, 4096)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))  # few tokens: a plain layer
+    layer.min_tokens = 3
+    assert not torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
     assert all(r.converted for r in convert(build(), Recipe(name="all", rules=(rule,), fallback=False)).rows)
     # A precision without a rate, and a rule whose kernels were not measured, decide nothing.
     for other in (Rule(forward="mxfp8"), dataclasses.replace(rule, stochastic=True)):
@@ -358,6 +365,9 @@ def test_the_model_of_speed():
     )
     assert speed.gain(block, (8192, 8192), rates) == pytest.approx(2, rel=0.05)
     assert speed.card(torch.device("cpu")) is None
+    tokens = speed.least_tokens(block, (4096, 4096), rates)
+    saved = speed.step_ps(Rule(), (4096, 4096), rates) - speed.step_ps(block, (4096, 4096), rates)
+    assert tokens * saved >= speed.LAUNCHES + 6 * 4096 * 4096 / 4.0 > (tokens - 1) * saved
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])

@@ -13,7 +13,7 @@ from torch import nn
 from gem_lowprec.gemm import engine
 from gem_lowprec.linear import Clock, LowPrecisionLinear
 from gem_lowprec.recipe import Recipe, Rule, get_recipe, matches
-from gem_lowprec.speed import WORTH, card, gain
+from gem_lowprec.speed import WORTH, card, gain, least_tokens
 from gem_lowprec.table import render
 
 
@@ -105,18 +105,19 @@ def convert(
     modules: dict[str, LowPrecisionLinear] = {}
     for stream, (name, linear) in enumerate(linears):
         chosen = recipe.rule_for(name)
-        why = _why_not(name, linear, recipe, chosen)
+        why, tokens = _why_not(name, linear, recipe, chosen), 0
         if why is None and recipe.fallback:
             assert chosen is not None
-            why = _no_gain(linear, chosen, linear.weight.device if device is None else torch.device(device))
+            why, tokens = _no_gain(linear, chosen, linear.weight.device if device is None else torch.device(device))
             slow += why is not None
         if why is None:
             assert chosen is not None
             new = LowPrecisionLinear.from_linear(
                 linear, chosen, clock=clock, seed=recipe.seed if seed is None else seed, stream=stream
             )
+            new.min_tokens = tokens
             modules[name] = new
-        rows.append(_row(name, linear, chosen, why, device))
+        rows.append(_row(name, linear, chosen, why, device, tokens))
     if slow:
         warnings.warn(
             f"recipe {recipe.name}: {slow} of {len(linears)} linear layers stay as they are, since low precision would "
@@ -157,19 +158,24 @@ def _why_not(name: str, linear: nn.Linear, recipe: Recipe, rule: Rule | None) ->
     return None
 
 
-def _no_gain(linear: nn.Linear, rule: Rule, device: torch.device) -> str | None:
-    """Why BF16 is the faster choice for the shape on this card; None if it is not, or nobody measured."""
+def _no_gain(linear: nn.Linear, rule: Rule, device: torch.device) -> tuple[str | None, int]:
+    """Why BF16 is the faster choice for the shape on this card, or None if it is not or nobody measured; and from how
+    many tokens on the rule's precisions are faster.
+    """
     rates = card(device)
     shape = (linear.out_features, linear.in_features)
     times = None if rates is None else gain(rule, shape, rates)
-    if times is None or times >= WORTH:
-        return None
-    return f"{shape[0]}x{shape[1]} would train at {times:.2f} of BF16's speed"
+    if rates is None or times is None:
+        return None, 0
+    if times >= WORTH:
+        return None, least_tokens(rule, shape, rates)
+    return f"{shape[0]}x{shape[1]} would train at {times:.2f} of BF16's speed", 0
 
 
 def _row(
-    name: str, linear: nn.Linear, rule: Rule | None, why_not: str | None, device: torch.device | str | None
-) -> Row:
+    name: str, linear: nn.Linear, rule: Rule | None, why_not: str | None, device: torch.device | str | None,
+    tokens: int,
+) -> Row:  # fmt: skip
     shape = (linear.out_features, linear.in_features)
     if why_not is not None or rule is None:
         dtype = _short(linear.weight.dtype)
@@ -179,6 +185,8 @@ def _row(
     engines = {p: engine(p, device) for p in products.values() if p not in ("bf16", "skip")}
     notes = [f"rule {rule.pattern!r}"]
     notes += [f"{p} {e.name}: {e.why}" for p, e in engines.items()]
+    if tokens:
+        notes.append(f"from {tokens} tokens on, else plain")
     if rule.hadamard:
         notes.append(f"Hadamard {rule.hadamard} in {', '.join(rule.hadamard_in)}")
     if rule.stochastic:

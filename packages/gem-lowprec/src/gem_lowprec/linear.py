@@ -92,7 +92,9 @@ def _eager(
 class LowPrecisionLinear(nn.Linear):
     """An `nn.Linear` whose products run in the precisions of `products`.
 
-    Parameters, their names and the state_dict are those of `nn.Linear`, so checkpoints move both ways.
+    Parameters, their names and the state_dict are those of `nn.Linear`, so checkpoints move both ways. An input of less
+    than `min_tokens` rows goes through a plain linear layer, where the weight has a gradient on every step: `convert`
+    sets it on cards for which `gem_lowprec.speed` knows from how many rows on low precision is faster.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class LowPrecisionLinear(nn.Linear):
     def _configure(self, products: Products, clock: Clock, seed: int, stream: int) -> None:
         self.products, self.clock, self.seed, self.stream = products, clock, seed, stream
         self.observer: Observer | None = None
+        self.min_tokens = 0
 
     @classmethod
     def from_linear(
@@ -119,6 +122,11 @@ class LowPrecisionLinear(nn.Linear):
         new._configure(products, clock or Clock(), seed, stream)
         return new.train(linear.training)
 
+    def too_few(self, x: Tensor) -> bool:
+        """Whether x has less than `min_tokens` rows."""
+        always = self.products.wgrad != "skip" and self.products.wgrad_every == 1
+        return always and self.min_tokens > 0 and x.numel() < self.min_tokens * self.in_features
+
     def plan(self, x: Tensor) -> Plan:
         """What the products of an input like x need beside tensors, now."""
         step, micro = self.clock.state.tolist()
@@ -129,6 +137,8 @@ class LowPrecisionLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
+        if self.too_few(input):
+            return nn.functional.linear(input, self.weight, self.bias)
         return low_precision_linear(
             input, self.weight, self.bias, products=self.products, clock=self.clock, seed=self.seed, stream=self.stream,
             observer=self.observer,

@@ -98,4 +98,5 @@ class LowPrecisionNormLinear(NormLinear):
 
     def _fuses(self, x: Tensor) -> bool:
         rows = x.ndim > 1 and x.numel() > 0 and x.shape[-1] <= 8192
+        rows = rows and not self.linear.too_few(x)
         return rows and x.is_cuda and self.linear.observer is None and self.linear.plan(x).blockwise("forward", x)

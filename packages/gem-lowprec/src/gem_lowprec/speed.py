@@ -8,6 +8,7 @@ rate(c) = top c / (c + half). Depth is K in the forward, N in the dgrad, the tok
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,7 @@ HOPPER = Card(
     quantise=3.4,
 )  # fmt: skip
 MANY = 65536
+LAUNCHES = 40e6  # picoseconds: what some eight more kernels than in BF16 cost a layer
 WORTH = 1.05  # a smaller gain is within what the model and a small batch leave out
 
 
@@ -77,6 +79,17 @@ def step_ps(products: Products, shape: tuple[int, int], rates: Card) -> float:
     bytes_x = (2 * (quantised["forward"] or quantised["wgrad"]) + quantised["forward"] + quantised["wgrad"]) * k
     bytes_dy = (2 * (quantised["dgrad"] or quantised["wgrad"]) + quantised["dgrad"] + quantised["wgrad"]) * n
     return time + (bytes_x + bytes_dy) / rates.quantise
+
+
+def least_tokens(products: Products, shape: tuple[int, int], rates: Card) -> int:
+    """From how many tokens on a layer [N, K] that gains on many tokens gains at all: quantising the weight, twice, and
+    launching more kernels costs the same however few there are.
+    """
+    n, k = shape
+    passes = sum(getattr(products, name) not in ("bf16", "skip") for name in ("forward", "dgrad"))
+    fixed = LAUNCHES + passes * 3 * n * k / rates.quantise
+    saved = step_ps(Products(), shape, rates) - step_ps(products, shape, rates)
+    return math.ceil(fixed / saved)
 
 
 def gain(products: Products, shape: tuple[int, int], rates: Card) -> float | None:
