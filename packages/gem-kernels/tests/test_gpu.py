@@ -14,6 +14,7 @@ from gem_kernels import (
     most_recent,
     rms_norm,
     rope,
+    tiled_attention,
 )
 from gem_kernels.dispatch import module
 from gem_kernels.testing import offsets_of, random_heads, relative_error
@@ -105,11 +106,7 @@ def test_other_row_counts_compile_nothing_new_in_norms_and_helpers():
 
 
 def test_other_token_counts_and_maxima_compile_nothing_new():
-    kernels = [
-        getattr(module(op, "triton"), name)
-        for op in ("jagged_attention", "gdpa")
-        for name in ("_forward_kernel", "_dq_kernel", "_dkv_kernel")
-    ]
+    kernels = [tiled_attention.forward_kernel, tiled_attention.dq_kernel, tiled_attention.dkv_kernel]
 
     def run(lengths, extra):
         offsets = offsets_of(lengths, "cuda")

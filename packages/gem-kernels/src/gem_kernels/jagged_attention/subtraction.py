@@ -20,8 +20,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gem_kernels.jagged_attention.triton import LN2, LOG2E, _bias_strides, _constants, _forward_range, tile
-from gem_kernels.tiling import CompileCase, launch, load_rows, padded_dim, rows_of, signature, span, store_rows, strides
+from gem_kernels.jagged_attention.triton import _bias_strides, _constants, tile
+from gem_kernels.tiled_attention import forward_range
+from gem_kernels.tiling import (
+    LN2,
+    LOG2E,
+    CompileCase,
+    launch,
+    load_rows,
+    padded_dim,
+    rows_of,
+    signature,
+    span,
+    store_rows,
+    strides,
+)
 
 __all__ = ["LIMIT", "compile_cases", "forward"]
 
@@ -56,9 +69,9 @@ def _forward_kernel(
     m = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     full = len_k // BN * BN
-    acc, m, total = _forward_range(
+    acc, m, total = forward_range(
         acc, m, total, q, rows, 0, full, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k, 0, scale, -1, -1,
-        D, DP, BN, BIAS, False, False, False, PRECISION)  # fmt: skip
+        D, DP, BN, "softmax", BIAS, False, False, False, PRECISION)  # fmt: skip
     if full < len_k:
         cols = full + tl.arange(0, BN)
         k = load_rows(k_ptr, cols, cols < len_k, k_row, D, DP, True)

@@ -1,7 +1,5 @@
-"""Jagged softmax attention in portable Triton: split backward, no atomics, so every run gives the same bits.
-
-Forward keeps the online softmax in base 2. Backward has one kernel for dQ (it also makes delta = rowsum(dO o O) -
-dLSE, which the next one reads), one for dK and dV, and one for the bias. See `tiling` for the legend.
+"""Jagged softmax attention in portable Triton: the kernels of `tiled_attention` with softmax, and one more for the
+bias's gradient. See `tiling` for the legend.
 """
 
 from __future__ import annotations
@@ -11,280 +9,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gem_kernels.tiled_attention import dkv_kernel, dq_kernel, forward_kernel, scores
 from gem_kernels.tiling import (
     HALF,
-    LN2,
     LOG2E,
     CompileCase,
     Tile,
     applies,
-    hide,
-    key_ranges,
     launch,
     load_rows,
     padded_dim,
-    query_ranges,
     rows_of,
     signature,
     span,
-    store_rows,
     strides,
 )
 
 __all__ = ["applies", "backward", "compile_cases", "forward"]
-
-
-@triton.jit
-def _scores(
-    q, k, rows, cols, len_k, max_q, max_k, diag, scale, bias_ptr, left, right,
-    BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Scores in base 2 of rows [BM, 1] against cols [1, BN], or with both turned; -inf where hidden if MASKED."""
-    s = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
-    if BIAS:
-        at = bias_ptr + rows.to(tl.int64) * max_k + cols
-        s += tl.load(at, mask=(rows < max_q) & (cols < max_k), other=0.0).to(tl.float32) * LOG2E
-    if MASKED:
-        s = hide(s, rows + diag, cols, len_k, left, right, LEFT, RIGHT, float("-inf"))
-    return s
-
-
-@triton.jit
-def _forward_range(
-    acc, m, total, q, rows, lo, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k, diag, scale, left, right,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    for start in range(lo, hi, BN):
-        cols = start + tl.arange(0, BN)
-        k = load_rows(k_ptr, cols, cols < len_k, k_row, D, DP, MASKED)
-        s = _scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, diag, scale, bias_ptr,
-                    left, right, BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
-        m_new = tl.maximum(m, tl.max(s, 1))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
-        p = tl.exp2(s - shift[:, None])
-        alpha = tl.exp2(m - shift)
-        total = total * alpha + tl.sum(p, 1)
-        v = load_rows(v_ptr, cols, cols < len_k, v_row, D, DP, MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        m = m_new
-    return acc, m, total
-
-
-@triton.jit(do_not_specialize=["max_q", "max_k", "tiles", "left", "right"])
-def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_f32, q_offsets, k_offsets, scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head,
-    max_q, max_k, tiles, left, right,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SHARED: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, NARROW: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    h, b = rest % HEADS, rest // HEADS
-    if SHARED:
-        start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b.to(tl.int64) * max_q
-    else:
-        start_q, len_q = span(q_offsets, b)
-        start_o = start_q
-    if tile * BM >= len_q:
-        return
-    start_k, len_k = span(k_offsets, b)
-    rows = tile * BM + tl.arange(0, BM)
-    inside = rows < len_q
-    q = load_rows(q_ptr + start_q * q_row + h * q_head, rows, inside, q_row, D, DP, True)
-    k_ptr += start_k * k_row + (h // GROUP) * k_head
-    v_ptr += start_k * v_row + (h // GROUP) * v_head
-    if BIAS:
-        bias_ptr += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
-    diag = len_k - len_q
-    last = tl.minimum(tile * BM + BM, len_q) - 1
-    lo, full_lo, full_hi, hi = key_ranges(tile * BM + diag, last + diag, len_k, left, right, BN, LEFT, RIGHT)
-    if NARROW:  # a few tiles: one loop over all of them, with the mask
-        full_lo = hi
-    acc = tl.zeros((BM, DP), tl.float32)
-    m = tl.full((BM,), float("-inf"), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    if LEFT:
-        acc, m, total = _forward_range(
-            acc, m, total, q, rows, lo, tl.minimum(full_lo, hi), k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
-            max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
-    if not NARROW:
-        acc, m, total = _forward_range(
-            acc, m, total, q, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
-            diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, False, PRECISION)  # fmt: skip
-        acc, m, total = _forward_range(
-            acc, m, total, q, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
-            diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    store_rows(out_ptr + (start_o * HEADS + h) * D, out, rows, inside, HEADS * D, D, DP)
-    lse = tl.where(total == 0.0, float("-inf"), (m + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN2)
-    tl.store(lse_f32 + (start_o + rows) * HEADS + h, lse, mask=inside)
-
-
-@triton.jit
-def _dq_range(
-    dq, q, do, lse2, delta, rows, lo, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k, diag, scale,
-    left, right, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    for start in range(lo, hi, BN):
-        cols = start + tl.arange(0, BN)
-        k = load_rows(k_ptr, cols, cols < len_k, k_row, D, DP, MASKED)
-        v = load_rows(v_ptr, cols, cols < len_k, v_row, D, DP, MASKED)
-        s = _scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, diag, scale, bias_ptr,
-                    left, right, BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
-        p = tl.exp2(s - lse2[:, None])
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
-
-
-@triton.jit(do_not_specialize=["max_q", "max_k", "tiles", "left", "right"])
-def _dq_kernel(
-    do_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_f32, dlse_f32, delta_f32, dq_ptr, q_offsets, k_offsets, scale,
-    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head,
-    max_q, max_k, tiles, left, right,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SHARED: tl.constexpr, BIAS: tl.constexpr, DLSE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    NARROW: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    h, b = rest % HEADS, rest // HEADS
-    if SHARED:  # dQ of each sample goes to its own rows, and is summed over the batch outside
-        start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b.to(tl.int64) * max_q
-    else:
-        start_q, len_q = span(q_offsets, b)
-        start_o = start_q
-    if tile * BM >= len_q:
-        return
-    start_k, len_k = span(k_offsets, b)
-    rows = tile * BM + tl.arange(0, BM)
-    inside = rows < len_q
-    q = load_rows(q_ptr + start_q * q_row + h * q_head, rows, inside, q_row, D, DP, True)
-    do = load_rows(do_ptr + start_o * do_row + h * do_head, rows, inside, do_row, D, DP, True)
-    out = load_rows(out_ptr + (start_o * HEADS + h) * D, rows, inside, HEADS * D, D, DP, True)
-    at = (start_o + rows) * HEADS + h
-    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-    if DLSE:
-        delta -= tl.load(dlse_f32 + at, mask=inside, other=0.0)
-    tl.store(delta_f32 + at, delta, mask=inside)
-    lse = tl.load(lse_f32 + at, mask=inside, other=0.0)
-    lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)  # a row that sees no key: every score is -inf, so P is 0
-    k_ptr += start_k * k_row + (h // GROUP) * k_head
-    v_ptr += start_k * v_row + (h // GROUP) * v_head
-    if BIAS:
-        bias_ptr += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
-    diag = len_k - len_q
-    last = tl.minimum(tile * BM + BM, len_q) - 1
-    lo, full_lo, full_hi, hi = key_ranges(tile * BM + diag, last + diag, len_k, left, right, BN, LEFT, RIGHT)
-    if NARROW:  # a few tiles: one loop over all of them, with the mask
-        full_lo = hi
-    dq = tl.zeros((BM, DP), tl.float32)
-    if LEFT:
-        dq = _dq_range(
-            dq, q, do, lse2, delta, rows, lo, tl.minimum(full_lo, hi), k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
-            max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
-    if not NARROW:
-        dq = _dq_range(
-            dq, q, do, lse2, delta, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
-            max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, False, PRECISION)  # fmt: skip
-        dq = _dq_range(
-            dq, q, do, lse2, delta, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k,
-            max_q, max_k, diag, scale, left, right, D, DP, BN, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
-    store_rows(dq_ptr + (start_o * HEADS + h) * D, dq * scale, rows, inside, HEADS * D, D, DP)
-
-
-@triton.jit
-def _dkv_range(
-    dk, dv, k, v, cols, lo, hi, q_ptr, do_ptr, lse_f32, delta_f32, bias_ptr, q_row, do_row, len_q, len_k, max_q, max_k,
-    diag, scale, left, right, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    for start in range(lo, hi, BM):
-        rows = start + tl.arange(0, BM)
-        inside = rows < len_q
-        q = load_rows(q_ptr, rows, inside, q_row, D, DP, MASKED)
-        do = load_rows(do_ptr, rows, inside, do_row, D, DP, MASKED)
-        if MASKED:
-            lse = tl.load(lse_f32 + rows.to(tl.int64) * HEADS, mask=inside, other=0.0)
-            delta = tl.load(delta_f32 + rows.to(tl.int64) * HEADS, mask=inside, other=0.0)
-        else:
-            lse = tl.load(lse_f32 + rows.to(tl.int64) * HEADS)
-            delta = tl.load(delta_f32 + rows.to(tl.int64) * HEADS)
-        lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
-        # Transposed, [BN, BM]. Padded query rows are 0 in q, do and delta and add nothing, unless a bias makes their P
-        # infinite.
-        s = _scores(k, tl.trans(q), rows[None, :], cols[:, None], len_k, max_q, max_k, diag, scale, bias_ptr,
-                    left, right, BIAS, LEFT, RIGHT, MASKED, PRECISION)  # fmt: skip
-        p = tl.exp2(s - lse2[None, :])
-        if BIAS and MASKED:
-            p = tl.where(inside[None, :], p, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
-
-
-@triton.jit(do_not_specialize=["max_q", "max_k", "tiles", "left", "right"])
-def _dkv_kernel(
-    do_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_f32, delta_f32, dk_ptr, dv_ptr, q_offsets, k_offsets, scale,
-    do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, bias_batch, bias_head,
-    max_q, max_k, tiles, left, right,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SHARED: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, NARROW: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    KV_HEADS: tl.constexpr = HEADS // GROUP
-    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    hk, b = rest % KV_HEADS, rest // KV_HEADS
-    start_k, len_k = span(k_offsets, b)
-    if tile * BN >= len_k:
-        return
-    if SHARED:
-        start_q, len_q, start_o = tl.cast(0, tl.int64), max_q, b.to(tl.int64) * max_q
-    else:
-        start_q, len_q = span(q_offsets, b)
-        start_o = start_q
-    cols = tile * BN + tl.arange(0, BN)
-    inside = cols < len_k
-    k = load_rows(k_ptr + start_k * k_row + hk * k_head, cols, inside, k_row, D, DP, True)
-    v = load_rows(v_ptr + start_k * v_row + hk * v_head, cols, inside, v_row, D, DP, True)
-    diag = len_k - len_q
-    last = tl.minimum(tile * BN + BN, len_k) - 1
-    lo, full_lo, full_hi, hi = query_ranges(tile * BN, last, diag, len_q, left, right, BM, LEFT, RIGHT)
-    if NARROW:
-        full_lo = hi
-    dk = tl.zeros((BN, DP), tl.float32)
-    dv = tl.zeros((BN, DP), tl.float32)
-    for g in range(GROUP):
-        h = hk * GROUP + g
-        q_at = q_ptr + start_q * q_row + h * q_head
-        do_at = do_ptr + start_o * do_row + h * do_head
-        lse_at = lse_f32 + start_o * HEADS + h
-        delta_at = delta_f32 + start_o * HEADS + h
-        bias_at = bias_ptr
-        if BIAS:
-            bias_at += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
-        if RIGHT:
-            dk, dv = _dkv_range(
-                dk, dv, k, v, cols, lo, tl.minimum(full_lo, hi), q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
-                len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, True,
-                PRECISION)  # fmt: skip
-        if not NARROW:
-            dk, dv = _dkv_range(
-                dk, dv, k, v, cols, full_lo, full_hi, q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
-                len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, False,
-                PRECISION)  # fmt: skip
-            dk, dv = _dkv_range(
-                dk, dv, k, v, cols, full_hi, hi, q_at, do_at, lse_at, delta_at, bias_at, q_row, do_row,
-                len_q, len_k, max_q, max_k, diag, scale, left, right, HEADS, D, DP, BM, BIAS, LEFT, RIGHT, True,
-                PRECISION)  # fmt: skip
-    at = (start_k * KV_HEADS + hk) * D
-    store_rows(dk_ptr + at, dk * scale, cols, inside, KV_HEADS * D, D, DP)
-    store_rows(dv_ptr + at, dv, cols, inside, KV_HEADS * D, D, DP)
 
 
 @triton.jit(do_not_specialize=["batch", "max_q", "max_k", "tiles", "left", "right"])
@@ -332,8 +73,8 @@ def _dbias_kernel(
                 delta = tl.load(delta_f32 + at, mask=row_ok, other=0.0)
                 lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
                 bias_at = bias_ptr + b64 * bias_batch + h64 * bias_head
-                s = _scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, len_k - len_q, scale,
-                            bias_at, left, right, True, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+                s = scores(q, tl.trans(k), rows[:, None], cols[None, :], len_k, max_q, max_k, len_k - len_q, scale,
+                           bias_at, left, right, "softmax", True, LEFT, RIGHT, True, PRECISION)  # fmt: skip
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 ds = tl.exp2(s - lse2[:, None]) * (dp - delta[:, None])
                 acc += tl.where(row_ok[:, None], ds, 0.0)
@@ -416,10 +157,11 @@ def forward(
     t = tile("forward", q.dtype, padded_dim(dim), bias is not None, narrow(left, right))
     tiles = triton.cdiv(max_q, t.bm)
     launch(
-        _forward_kernel, tiles * heads * batch, q.device, t,
-        q, k, v, bias, out, lse, q_offsets, k_offsets, scale,
+        forward_kernel, tiles * heads * batch, q.device, t,
+        q, k, v, bias, out, lse, q_offsets, k_offsets, scale, 1.0,
         *strides(q, k, v), *_bias_strides(bias), max_q, max_k, tiles, left, right,
-        **_constants(q, k, q_offsets, left, right), BM=t.bm, BN=t.bn, BIAS=bias is not None, NARROW=narrow(left, right),
+        **_constants(q, k, q_offsets, left, right), ACT="softmax", BM=t.bm, BN=t.bn, BIAS=bias is not None,
+        NARROW=narrow(left, right),
     )  # fmt: skip
     return out, lse
 
@@ -459,20 +201,20 @@ def backward(
     t = tile("dq", q.dtype, padded_dim(dim), bias is not None, narrow(left, right))
     tiles = triton.cdiv(max_q, t.bm)
     launch(
-        _dq_kernel, tiles * heads * batch, q.device, t,
-        dout, q, k, v, bias, out, lse, dlse, delta, dq, q_offsets, k_offsets, scale,
+        dq_kernel, tiles * heads * batch, q.device, t,
+        dout, q, k, v, bias, out, lse, dlse, delta, dq, q_offsets, k_offsets, scale, 1.0,
         *steps, max_q, max_k, tiles, left, right,
-        **constants, BM=t.bm, BN=t.bn, BIAS=bias is not None, DLSE=dlse is not None,
+        **constants, ACT="softmax", BM=t.bm, BN=t.bn, BIAS=bias is not None, DLSE=dlse is not None,
         NARROW=narrow(left, right),
     )  # fmt: skip
 
     t = tile("dkv", q.dtype, padded_dim(dim), bias is not None, narrow(left, right))
     tiles = triton.cdiv(max_k, t.bn)
     launch(
-        _dkv_kernel, tiles * kv_heads * batch, q.device, t,
-        dout, q, k, v, bias, lse, delta, dk, dv, q_offsets, k_offsets, scale,
+        dkv_kernel, tiles * kv_heads * batch, q.device, t,
+        dout, q, k, v, bias, lse, delta, dk, dv, q_offsets, k_offsets, scale, 1.0,
         *steps, max_q, max_k, tiles, left, right,
-        **constants, BM=t.bm, BN=t.bn, BIAS=bias is not None, NARROW=narrow(left, right),
+        **constants, ACT="softmax", BM=t.bm, BN=t.bn, BIAS=bias is not None, NARROW=narrow(left, right),
     )  # fmt: skip
 
     dbias = torch.empty(0, dtype=q.dtype, device=q.device)
@@ -496,7 +238,7 @@ def backward(
 def compile_cases() -> list[CompileCase]:
     """The kernels at the head dimensions that matter, plain and with everything that adds code."""
     cases = []
-    kernels = {"forward": _forward_kernel, "dq": _dq_kernel, "dkv": _dkv_kernel, "dbias": _dbias_kernel}
+    kernels = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel, "dbias": _dbias_kernel}
     problems = [
         ("bf16", torch.bfloat16, 64, False, False),
         ("bf16", torch.bfloat16, 128, False, False),
@@ -514,7 +256,14 @@ def compile_cases() -> list[CompileCase]:
                 "HEADS": 4, "GROUP": 1, "D": dim, "DP": dim, "BM": t.bm, "BN": t.bn, "SHARED": False,
                 "PRECISION": "ieee", "LEFT": everything or slim, "RIGHT": everything or slim,
             }  # fmt: skip
-            extra = {"BIAS": everything, "NARROW": slim, "DLSE": False, "ALL_BATCH": False, "ALL_HEADS": False}
+            extra: dict[str, object] = {
+                "ACT": "softmax",
+                "BIAS": everything,
+                "NARROW": slim,
+                "DLSE": False,
+                "ALL_BATCH": False,
+                "ALL_HEADS": False,
+            }
             constants |= {key: value for key, value in extra.items() if key in kernel.arg_names}
             types, divisible = signature(kernel, name, constants)
             what = " window bias" if everything else " narrow window" if slim else ""
