@@ -26,14 +26,19 @@ class _Linear(torch.autograd.Function):
         ctx.plan, ctx.bias_dtype = plan, None if bias is None else bias.dtype
         none = x.new_empty(0)  # in the place of the tensors, which are saved apart
         ctx.kept = None if kept is None else replace(kept, data=none, scale=none)
-        ctx.save_for_backward(*((x,) if kept is None else (kept.data, kept.scale)), weight)
+        # As integers, so that hooks which store activations in fewer bits leave them alone.
+        parts = (x,) if kept is None else (kept.data.view(torch.uint8), kept.scale.view(torch.int32))
+        ctx.save_for_backward(*parts, weight)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, weight = ctx.saved_tensors
-        x = kept[0] if ctx.kept is None else replace(ctx.kept, data=kept[0], scale=kept[1])
+        *parts, weight = ctx.saved_tensors
+        x = parts[0]
+        if ctx.kept is not None:
+            data, scale = parts[0].view(ctx.kept.spec.element.dtype), parts[1].view(torch.float32)
+            x = replace(ctx.kept, data=data, scale=scale)
         needs = ctx.needs_input_grad[:3]
         return *backward(grad, x, weight, ctx.plan, bias_dtype=ctx.bias_dtype, needs=needs), None
 
