@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from gem_train.ladder.hstu import HstuLayer, layer_flops, time_hstu
 from gem_train.ladder.peers import Operators, install, padded_gdpa, padded_sdpa
 from gem_train.ladder.rungs import RUNGS, Rung, Stand, never
 from gem_train.measuring.batches import half_filled
+from gem_train.measuring.bench import compile_layers
 from gem_train.measuring.recompute import recompute
 from gem_train.testing import assembled, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
@@ -292,3 +294,27 @@ def test_a_source_that_is_not_there_is_a_reason(cache):
         (row,) = climb(tiny_config(cache), runtime, options, report=lambda row: None)
     assert "'clicks' is no source of the data; there are events" in row["reason"]
     assert "not measured" in results.line(row)
+
+
+@pytest.mark.parametrize("operators", [Operators(), PEERS], ids=["ours", "plain"])
+def test_what_works_on_events_compiles_into_two_graphs(operators):
+    """One of the sequence layers and one of the poolings, for all layers, sources and lengths, without a break."""
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    gem = model(layers=3, qk_norm=True, pma_seeds=4)
+    install(gem, operators)
+    batches = [random_batch(example_inputs(), 9, seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        expected = [gem(batch) for batch in batches]
+    trainer = SimpleNamespace(model=SimpleNamespace(module=gem))
+    compile_layers(trainer, backend=backend, fullgraph=True)
+    for batch, wanted in zip(batches, expected, strict=True):
+        logits = gem(batch)
+        torch.testing.assert_close(logits, wanted)
+        gem.loss(logits, batch).backward()
+    assert len(graphs) == 2
+    torch._dynamo.reset()
