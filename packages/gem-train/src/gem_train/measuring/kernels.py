@@ -24,8 +24,8 @@ BACKWARD = "autograd::engine::evaluate_function: "
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_addmm_activation")
 KINDS = (  # of operators: kind, and how their names begin
     ("matrix products", PRODUCTS),
-    ("norms", ("gem_kernels::norm", "aten::native_layer_norm", "aten::_fused_rms_norm")),
-    ("fused element-wise", ("gem_kernels::gate", "gem_kernels::rotary")),
+    ("norms", ("gem_kernels::norm", "_Summed", "aten::native_layer_norm", "aten::_fused_rms_norm")),
+    ("parts of projections", ("gem_kernels::gated", "gem_kernels::rotary", "_Gated", "_Rotary")),
     ("attention", ("gem_kernels::jagged_attention", "gem_kernels::block", "aten::_scaled_dot", "torch_attn::")),
     ("GDPA", ("gem_kernels::gdpa",)),
     ("other kernels of ours", ("gem_kernels::", "gem_lowprec::")),
