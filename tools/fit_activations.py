@@ -104,8 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.parse_args(arguments)
     for name, bound, degree in FITS:
         found = fit(name, bound, degree)
-        print(f'    "{name}_poly{bound:g}": Polynomial(\n        bound={bound}, error={found.error:.1e}, '
-              f"slope_error={found.slope_error:.1e},\n        coefficients=(")  # fmt: skip
+        print(f'    "{name}_poly{bound:g}": Polynomial(\n        bound={bound},\n        error={found.error:.1e},')
+        print(f"        slope_error={found.slope_error:.1e},\n        coefficients=(")
         for c in found.coefficients:
             print(f"            {c!r},")
         print("        ),\n    ),")

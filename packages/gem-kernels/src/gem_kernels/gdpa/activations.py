@@ -32,7 +32,9 @@ class Polynomial:
 
 POLYNOMIALS = {
     "silu_poly2": Polynomial(
-        bound=2.0, error=1.7e-05, slope_error=7.9e-04,
+        bound=2.0,
+        error=1.7e-05,
+        slope_error=7.9e-04,
         coefficients=(
             0.2498537429178397,
             -0.020448117327486262,
@@ -41,7 +43,9 @@ POLYNOMIALS = {
         ),
     ),
     "silu_poly4": Polynomial(
-        bound=4.0, error=3.0e-05, slope_error=1.6e-03,
+        bound=4.0,
+        error=3.0e-05,
+        slope_error=1.6e-03,
         coefficients=(
             0.24983139385010522,
             -0.020518588953145494,
@@ -53,7 +57,9 @@ POLYNOMIALS = {
         ),
     ),
     "silu_poly6": Polynomial(
-        bound=6.0, error=1.0e-04, slope_error=2.8e-03,
+        bound=6.0,
+        error=1.0e-04,
+        slope_error=2.8e-03,
         coefficients=(
             0.24980164042171815,
             -0.02050358463718312,
@@ -68,7 +74,9 @@ POLYNOMIALS = {
         ),
     ),
     "gelu_poly2": Polynomial(
-        bound=2.0, error=8.5e-06, slope_error=5.6e-04,
+        bound=2.0,
+        error=8.5e-06,
+        slope_error=5.6e-04,
         coefficients=(
             0.3988437859672437,
             -0.0661227132157007,
@@ -78,7 +86,9 @@ POLYNOMIALS = {
         ),
     ),
     "gelu_poly4": Polynomial(
-        bound=4.0, error=4.5e-05, slope_error=2.8e-03,
+        bound=4.0,
+        error=4.5e-05,
+        slope_error=2.8e-03,
         coefficients=(
             0.39867339667778645,
             -0.06588784721151726,
