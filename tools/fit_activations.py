@@ -84,7 +84,7 @@ def fit(name: str, bound: float, degree: int) -> Fit:
     """The polynomial for one activation and bound, with its errors in float32."""
     even, slope = EVEN[name]
     c = remez(even, bound, degree)
-    x = np.linspace(-bound, bound, 50_001)
+    x = np.linspace(-bound, bound, 200_001)
     x32 = x.astype(np.float32)
     u = x32 * x32
     y, d = np.zeros_like(u), np.zeros_like(u)
