@@ -139,7 +139,9 @@ def test_a_case_that_cannot_be_measured_does_not_end_the_run(monkeypatch, tmp_pa
 
 def test_kernels_are_built_once_for_all_lengths():
     todo = prebuild.tasks(cases.NAMES, [None], lambda variant: "baseline" not in variant)
-    assert len(set(todo)) == len(todo) < 60
+    assert len(set(todo)) == len(todo) < 65
+    assert [variant for _, _, variant in todo].index("peer fa4") == 0
+    assert sum(variant == "peer fa4" for _, _, variant in todo) == 5  # three widths, causal, a window
     assert ("self-full-1024", None, "hopper 3x128") in todo
     assert not any(name == "self-half-4096" for name, _, _ in todo)
     assert ("short-kv-32", None, "hopper short-keys") in todo

@@ -158,7 +158,7 @@ def _prebuild(options: argparse.Namespace, names: Iterable[str]) -> None:
     def wanted(variant: str) -> bool:
         return options.variant in variant and not any(x in variant for x in options.skip)
 
-    prebuild.build(prebuild.tasks(names, _activations(options), wanted), 2 * options.jobs)
+    prebuild.build(prebuild.tasks(names, _activations(options), wanted, options.peer), 2 * options.jobs)
 
 
 def _activations(options: argparse.Namespace) -> list[str | None]:

@@ -5,6 +5,7 @@ cuDNN and what torch picks on padded batches.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ def _fa3(c: Case, q_offsets: Tensor, k_offsets: Tensor) -> Forward:
 
 
 def _fa4(c: Case, q_offsets: Tensor, k_offsets: Tensor) -> Forward:
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # on disk: what prebuild compiled is found
     from flash_attn.cute import flash_attn_varlen_func
 
     cu_q, cu_k = q_offsets.int(), k_offsets.int()
@@ -60,6 +62,7 @@ PEERS: dict[str, Callable[[Case, Tensor, Tensor], Forward]] = {
     "fa4": _fa4,
     "torch-varlen": _torch_varlen,
 }
+COMPILED = ("fa4",)  # those that are compiled when they are first called
 
 
 def make(name: str, c: Case, q_offsets: Tensor, k_offsets: Tensor) -> Forward:
