@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gem_kernels import schedule
 from gem_kernels.bench import __main__ as bench
-from gem_kernels.bench import carry, cases, peers, prebuild, suite, timing
+from gem_kernels.bench import carry, cases, peers, prebuild, skew, suite, timing
 from gem_kernels.tiling import Tile
 
 LENGTHS = (np.array([5, 0, 20]), np.array([7, 3, 18]))
@@ -166,3 +167,14 @@ def test_padded_peers_say_what_they_do_not_do():
     bias = torch.randn(1, 4, 20, 18)
     run, dense = peers.padded("sdpa-padded", small(bias=True), q, k, v, *where, bias)
     assert run(*dense).shape == (3, 4, 20, 16)
+
+
+def test_the_skew_of_a_dense_grid_and_of_its_tiles():
+    q, k = torch.tensor([200, 0, 64]), torch.tensor([128, 300, 1])
+    shape = schedule.TileShape(consumers=3, step=128)
+    grid = skew.dense_grid(q, k, 2, shape)
+    # two row tiles a (sequence, head): 192 + 8 rows of the first sequence, none of the second, 64 of the third
+    assert grid.tolist() == [1 * 6 + 2, 1 * 3 + 2] * 2 + [0] * 4 + [1 * 3 + 2, 0] * 2
+    found = skew.skews("self-lognormal")
+    assert found["empty"] > 0.9
+    assert found["dense grid"] > found["sorted, in runs"] > found["zigzag"] > found["taken"] >= 1.0
