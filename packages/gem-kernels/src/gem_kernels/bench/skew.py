@@ -31,8 +31,8 @@ def skews(name: str) -> dict[str, float]:
     """Of one case, by schedule; and how many tiles of the dense grid are empty."""
     case = cases.case(name)
     q, k = (torch.as_tensor(x) for x in (case.q, case.k))
-    offsets = [torch.cat([torch.zeros(1, dtype=torch.int64), x.cumsum(0)]) for x in (q, k)]
-    table = schedule.tiles(*offsets, cases.HEADS, SHAPE)
+    own, other = (torch.cat([torch.zeros(1, dtype=torch.int64), x.cumsum(0)]) for x in (q, k))
+    table = schedule.tiles(own, other, cases.HEADS, SHAPE)
     work, dense = schedule.tile_work(table, SHAPE), dense_grid(q, k, cases.HEADS, SHAPE)
     return {
         "empty": float((dense == 0).float().mean()),
