@@ -31,8 +31,20 @@ _CALM = (  # models without evidence over-fit MovieLens-100K in the second epoch
     "train.epochs=2",
 )
 
+_DIN = (  # with a norm before its MLP, and averaged weights, it takes more
+    *_CALM,
+    "optim.lr=3e-3",
+    "optim.weight_decay=0.1",
+    "optim.sparse_lr=0.1",
+    "optim.ema_decay=0.99",
+    "train.epochs=3",
+)
+
 TUNED: dict[str, dict[str, Tuned]] = {
-    "ml100k": dict.fromkeys(("dlrm", "deepfm", "dcnv2", "wukong", "din", "sasrec", "hstu"), Tuned(run=_CALM)),
+    "ml100k": {
+        **dict.fromkeys(("dlrm", "deepfm", "dcnv2", "wukong", "sasrec", "hstu"), Tuned(run=_CALM)),
+        "din": Tuned(run=_DIN),
+    },
 }
 
 

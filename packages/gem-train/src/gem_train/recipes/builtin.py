@@ -38,7 +38,7 @@ def ml100k() -> RunConfig:
             towers=(TowerConfig(source="events", layers=0),),
         ),
         optim=OptimConfig(
-            lr=8e-3,
+            lr=5e-3,
             weight_decay=0.1,
             schedule="cosine",
             final_ratio=0.35,  # the best weights are those of the third of five or six epochs
