@@ -19,7 +19,6 @@ from gem_lowprec import (
     Rule,
     convert,
     get_recipe,
-    kernels,
     quantize,
     speed,
     watch,
@@ -371,13 +370,12 @@ def test_the_model_of_speed():
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_a_norm_before_a_block_wise_projection_is_replaced(norm, monkeypatch):
-    monkeypatch.setattr(kernels, "BY_HAND", True)
+def test_a_norm_before_a_block_wise_projection_is_replaced(norm):
     torch.manual_seed(0)
     model = nn.Sequential(NormLinear(128, 256, norm=norm), NormLinear(128, 128, norm=norm))
     keys, parameters = list(model.state_dict()), list(model.parameters())
     rules = (Rule(pattern="0", forward="fp8_block"), Rule(pattern="1", forward="mxfp8"))
-    convert(model, Recipe(name="mixed", rules=rules))
+    convert(model, Recipe(name="mixed", rules=rules, fuse_norms=True))
     assert [type(m) for m in model] == [LowPrecisionNormLinear, NormLinear]
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))

@@ -27,7 +27,6 @@ from gem_lowprec import (
     block_matmul,
     convert,
     engine,
-    kernels,
     low_precision_linear,
     mx_matmul,
     quantize,
@@ -171,15 +170,14 @@ def test_a_block_wise_layer_runs_natively(dtype, tokens, k, n):
 @HOPPER
 @pytest.mark.parametrize("wgrad", ["fp8_block", "bf16"])
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_a_norm_that_writes_fp8_trains_like_the_norm_and_the_layer(norm, wgrad, monkeypatch):
-    monkeypatch.setattr(kernels, "BY_HAND", True)
+def test_a_norm_that_writes_fp8_trains_like_the_norm_and_the_layer(norm, wgrad):
     torch.manual_seed(0)
     model = nn.Sequential(NormLinear(256, 384, norm=norm, device="cuda")).bfloat16()
     for p in model[0].norm.parameters():
         nn.init.normal_(p, mean=1.0, std=0.3)
     keys = list(model.state_dict())
     rule = Rule(forward="fp8_block", dgrad="fp8_block", wgrad=wgrad)
-    convert(model, Recipe(name="block", rules=(rule,), fallback=False))
+    convert(model, Recipe(name="block", rules=(rule,), fallback=False, fuse_norms=True))
     fused = model[0]
     assert type(fused) is LowPrecisionNormLinear
     assert list(model.state_dict()) == keys

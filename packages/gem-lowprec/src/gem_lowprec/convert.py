@@ -77,10 +77,9 @@ def convert(
     """Replace the `torch.nn.Linear` layers of `model` in place, as `recipe` says, and report every one.
 
     The new layers share the old ones' Parameters, so state_dict keys, tied weights and optimizers stay as they are;
-    call it before the model is sharded or compiled. A `gem_kernels.nn.NormLinear` whose projection becomes block-wise
-    gets a norm that writes FP8. `seed` overrides the recipe's (give each data-parallel rank its own). `device` is where
-    the model will run; by default it is where each weight is. Layers that low precision would not make faster there
-    stay as they are, announced once (`Recipe.fallback`).
+    call it before the model is sharded or compiled. `seed` overrides the recipe's (give each data-parallel rank its
+    own). `device` is where the model will run; by default it is where each weight is. Layers that low precision would
+    not make faster there stay as they are, announced once (`Recipe.fallback`).
 
     Raises ValueError for an unknown recipe, for a model that already holds converted layers, for a model that is
     itself a Linear (nothing to replace it in), and for a rule that matches no layer.
@@ -125,7 +124,8 @@ def convert(
             stacklevel=2,
         )
     _replace(model, {id(old): modules[name] for name, old in linears if name in modules})
-    _replace(model, _fused(model))
+    if recipe.fuse_norms:
+        _replace(model, _fused(model))
     return Conversion(recipe=recipe, rows=tuple(rows), modules=modules, clock=clock)
 
 
@@ -205,11 +205,8 @@ def _fused(model: nn.Module) -> dict[int, nn.Module]:
         return {}
     from gem_kernels.nn import NormLinear
 
-    from gem_lowprec import kernels
     from gem_lowprec.norm_linear import LowPrecisionNormLinear
 
-    if not kernels.BY_HAND:
-        return {}
     return {
         id(m): LowPrecisionNormLinear.from_norm_linear(m)
         for m in model.modules()

@@ -107,7 +107,7 @@ def norm_quantize(
         x, gain, gain if bias is None else bias, data, scale, rstd if mean is None else mean, rstd, rows, cols,
         x.stride(0), line, pitch, eps,
     )  # fmt: skip
-    if kernels.BY_HAND and hardware(x.device) and cols <= WARP and spec.scale == "pow2":
+    if kernels.NORMS_BY_HAND and hardware(x.device) and cols <= WARP and spec.scale == "pow2":
         _by_hand(x, arguments, layer=bias is not None, mode=spec.mode)
     else:
         constants, tile = _constants(cols, spec, layer=bias is not None, hardware=hardware(x.device))

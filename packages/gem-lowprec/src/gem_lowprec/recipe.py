@@ -34,8 +34,10 @@ class Recipe:
     `keep` lists patterns of layers that are left as they are (by default the task heads, whose few outputs decide the
     loss). `min_size`: layers with fewer input or output features stay too; their quantisation costs more than the
     product saves. With `fallback`, so do layers for whose shape the rates measured on such a card predict no gain
-    (`gem_lowprec.speed`); where products are emulated or nothing was measured it decides nothing. `seed` selects the
-    random numbers of stochastic rounding and of the Hadamard signs.
+    (`gem_lowprec.speed`); where products are emulated or nothing was measured it decides nothing. With `fuse_norms`,
+    the norm of a `gem_kernels.nn.NormLinear` whose projection runs block-wise writes its FP8 input; that was tested
+    without a card alone, so it must be asked for. `seed` selects the random numbers of stochastic rounding and of the
+    Hadamard signs.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Recipe:
     keep: tuple[str, ...] = ("head", "heads")
     min_size: int = 128
     fallback: bool = True
+    fuse_norms: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
