@@ -205,7 +205,14 @@ def quantize_both(
         data, row_scale, turned, col_scale, partial, rows, cols,
         x.stride(0), data.stride(0), row_scale.stride(0), turned.stride(0), col_scale.stride(0),
     )  # fmt: skip
-    if kernels.BY_HAND and hardware(x.device) and spec.scale == "pow2" and (col or sums or _way(ways[0]) == 2):
+    halves = x.element_size() == 2  # what the kernel by hand has been seen right with
+    if (
+        kernels.BY_HAND
+        and halves
+        and hardware(x.device)
+        and spec.scale == "pow2"
+        and (col or sums or _way(ways[0]) == 2)
+    ):
         _by_hand(x, arguments, down * across, *ways, sums=sums, norm=kind(norm))
     else:
         constants, tile = _constants(*ways, sums=sums, hardware=hardware(x.device), norm=kind(norm))
