@@ -73,7 +73,7 @@ def backward(
         q, scale, sign = _positive(q, scale)
         dq, dk, dv = window.backward(dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, scale, left, right)
         return (dq if sign > 0 else dq * sign), dk, dv, torch.empty(0, dtype=q.dtype, device=q.device)
-    if config is None and not triton.narrow(left, right):
+    if config is None and not triton.narrow(left, right) and support.backward_shown(q, k, left, right):
         config = launch_backward.choose_backward(max_q, max_k, q.shape[1] // k.shape[1], left, right)
     if config is None:
         return triton.backward(
