@@ -30,10 +30,10 @@ def activate(x, ACT: tl.constexpr):
     N: tl.constexpr = terms(ACT)
     if N > 0:
         u = x * x
-        y = u * coefficient(ACT, N - 1)
-        for j in tl.static_range(1, N):
-            y = (y + coefficient(ACT, N - 1 - j)) * u
-        y += 0.5 * x
+        y = u * coefficient(ACT, N - 1) + coefficient(ACT, N - 2)
+        for j in tl.static_range(2, N):
+            y = y * u + coefficient(ACT, N - 1 - j)  # a multiply-add
+        y = y * u + 0.5 * x
     elif ACT == "identity":
         y = x
     elif ACT == "relu":
@@ -61,8 +61,8 @@ def slope(x, ACT: tl.constexpr):
     N: tl.constexpr = terms(ACT)
     if N > 0:
         u = x * x
-        y = x * 0.0 + coefficient(ACT, N - 1) * (2 * N)
-        for j in tl.static_range(1, N):
+        y = u * (coefficient(ACT, N - 1) * (2 * N)) + coefficient(ACT, N - 2) * (2 * N - 2)
+        for j in tl.static_range(2, N):
             y = y * u + coefficient(ACT, N - 1 - j) * (2 * N - 2 * j)
         y = y * x + 0.5
     elif ACT == "identity":

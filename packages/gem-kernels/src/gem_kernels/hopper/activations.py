@@ -34,10 +34,10 @@ def activate(x, ACT: gl.constexpr):
     N: gl.constexpr = terms(ACT)
     if N > 0:
         u = x * x
-        y = u * coefficient(ACT, N - 1)
-        for j in gl.static_range(1, N):
-            y = (y + coefficient(ACT, N - 1 - j)) * u
-        y += 0.5 * x
+        y = u * coefficient(ACT, N - 1) + coefficient(ACT, N - 2)
+        for j in gl.static_range(2, N):
+            y = y * u + coefficient(ACT, N - 1 - j)  # a multiply-add
+        y = y * u + 0.5 * x
     elif ACT == "identity":
         y = x
     elif ACT == "relu":
@@ -68,12 +68,12 @@ def activate_with_grad(x, ACT: gl.constexpr):
     N: gl.constexpr = terms(ACT)
     if N > 0:
         u = x * x
-        y = u * coefficient(ACT, N - 1)
-        d = x * 0.0 + coefficient(ACT, N - 1) * (2 * N)
-        for j in gl.static_range(1, N):
-            y = (y + coefficient(ACT, N - 1 - j)) * u
+        y = u * coefficient(ACT, N - 1) + coefficient(ACT, N - 2)
+        d = u * (coefficient(ACT, N - 1) * (2 * N)) + coefficient(ACT, N - 2) * (2 * N - 2)
+        for j in gl.static_range(2, N):
+            y = y * u + coefficient(ACT, N - 1 - j)  # a multiply-add
             d = d * u + coefficient(ACT, N - 1 - j) * (2 * N - 2 * j)
-        y += 0.5 * x
+        y = y * u + 0.5 * x
         d = d * x + 0.5
     elif ACT == "identity":
         y = x
