@@ -171,11 +171,12 @@ def names(case: Case, act: str | None) -> list[str]:
     """What `ours` may hold, known without a device."""
     from gem_kernels.hopper import launch, launch_backward
 
+    if act in POLYNOMIAL:
+        return ["hopper", "triton", "hopper exact"]
     fitting = [n for n, way in launch_backward.BACKWARD.items() if way.fits(case.max_q, case.max_k)]
-    return [
-        "hopper", "triton", *(f"hopper {n}" for n in (*launch.FORWARD, *fitting)), "hopper exact", "triton subtraction",
-        "triton baseline",
-    ]  # fmt: skip
+    hopper = [] if case.bias else ["hopper", *(f"hopper {n}" for n in (*launch.FORWARD, *fitting))]
+    other = [] if max(case.window) >= 0 else ["triton subtraction"] if act is None else ["triton baseline"]
+    return [*hopper, "triton", *other]
 
 
 def ours(p: Problem) -> dict[str, Variant]:
