@@ -86,8 +86,8 @@ class TestManyTiles:
             assert relative_error(a, b) < 2 * bound
 
     @pytest.mark.parametrize(("dim", "scale"), [(128, -0.1), (64, -0.07), (96, 0.1)])
-    def test_the_operator_runs_them(self, dim, scale):
-        """Unasked, with scales of both signs; 64 and 96 columns run on the portable kernels."""
+    def test_the_operator_is_right_whichever_it_picks(self, dim, scale):
+        """With scales of both signs; today the portable kernels take a window with a right side (`window.takes`)."""
         from gem_kernels import jagged_attention, why
 
         q, k, v, dout, cq, ck = problem(dim)
@@ -107,10 +107,11 @@ def test_which_problems():
     from gem_kernels.jagged_attention import window
 
     q, offsets = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.tensor([0, 4])
-    assert window.takes(q, q, offsets, 64, 0)
-    assert not window.takes(q, q, offsets, -1, 0)
-    assert not window.takes(q, q, offsets, 500, 20)
-    assert not window.takes(q, q, None, 64, 0)
-    assert not window.takes(q, q[:, :1], offsets, 64, 0)
-    assert not window.takes(q[..., :64], q[..., :64], offsets, 64, 0)
-    assert not window.takes(q.half(), q.half(), offsets, 64, 0)
+    assert window.takes(q, q, offsets, offsets, 64, 0)
+    for sides in ((-1, 0), (512, 0), (64, 2)):
+        assert not window.takes(q, q, offsets, offsets, *sides)
+    assert not window.takes(q, q, None, offsets, 64, 0)
+    assert not window.takes(q, q, offsets, offsets.clone(), 64, 0)
+    assert not window.takes(q, q[:, :1], offsets, offsets, 64, 0)
+    assert not window.takes(q[..., :64], q[..., :64], offsets, offsets, 64, 0)
+    assert not window.takes(q.half(), q.half(), offsets, offsets, 64, 0)
