@@ -31,9 +31,10 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def takes(q: Tensor, k: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, left: int, right: int) -> bool:
-    """Whether a problem that Hopper kernels may run is one for these unasked: self-attention over a narrow past, as many
-    key heads as query heads, bfloat16 of head dimension 128. They are written for windows with a right side, for queries
-    and keys of different lengths, for float16 and 64, which have not run on a card (docs/notes/block-attention.md).
+    """Whether a problem that Hopper kernels may run is one for these unasked: self-attention over a narrow past, as
+    many key heads as query heads, bfloat16 of head dimension 128. They are written for windows with a right side, for
+    queries and keys of different lengths, for float16 and 64, which have not run on a card
+    (docs/notes/block-attention.md).
     """
     own = q_offsets is k_offsets and right == 0 and triton.narrow(left, right)
     return own and q.shape[1:] == (k.shape[1], 128) and q.dtype == torch.bfloat16
