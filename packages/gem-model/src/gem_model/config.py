@@ -91,8 +91,8 @@ class GemConfig:
         attention: "softmax", or "gdpa" (O = c act(Q K^T) V).
         activation: the act of gdpa, used by attention="gdpa" and by the personalised feed-forward network.
         qk_norm: RMS-normalise every head of q and k in the events' attention and the personalised feed-forward network.
-            While the norms' weights are 1, the scores then lie within sqrt(head_dim) of zero, as polynomial activations
-            need.
+            While the norms' weights are 1, the scores then lie within sqrt(head_dim) of zero. Weights are learned, so
+            no bound is asserted and "gelu_poly" is computed exactly (see `gem_kernels.gdpa`'s score_bound).
         window: an event sees itself and the ``window`` events on each side of it (only the earlier ones when
             ``causal``); None is everything. The CLS tokens and the pooling queries always see the whole history.
         causal: an event sees itself and what precedes it. The whole history precedes the candidate, so False leaks
