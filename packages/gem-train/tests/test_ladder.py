@@ -215,6 +215,19 @@ def test_a_rung_that_takes_too_long_is_left_and_says_so(cache, monkeypatch):
     assert "longer than the 0.3 s that --limit gives a rung" in row["reason"]
 
 
+def test_a_limit_outlives_what_swallows_it():
+    from gem_train.ladder.climb import _at_most
+
+    swallowed = 0
+    with pytest.raises(TimeoutError, match="--limit"), _at_most(0.05):
+        try:
+            time.sleep(5)
+        except OSError:
+            swallowed += 1
+        time.sleep(5)
+    assert swallowed == 1
+
+
 def test_what_has_been_measured_is_not_measured_again(cache, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("gem_train.run_dir.commit", lambda: "abc")
     monkeypatch.setattr("gem_train.cli.measure.climb", functools.partial(climb, rungs=RUNGS[3:5]))  # GDPA, fused rope

@@ -129,7 +129,10 @@ def climb(
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds, as soon as Python runs again; 0 is no limit."""
+    """Raise TimeoutError in the block after so many seconds, as soon as Python runs again; 0 is no limit.
+
+    Again every second, until the block is left: what runs at that moment may be something that swallows exceptions.
+    """
 
     def stop(_signal: int, _frame: Any) -> None:
         raise TimeoutError(f"longer than the {seconds:g} s that --limit gives a rung")
@@ -138,7 +141,7 @@ def _at_most(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
