@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([p for part in self.parts for g in part.param_groups for p in g["params"]], {})
         # One state and one list of groups, shared with the parts: to whoever saves, loads or sets rates it is one.
         self.param_groups = [group for part in self.parts for group in part.param_groups]
-        self.state = defaultdict(dict)
+        self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for part in self.parts:
             part.state = self.state
 
