@@ -275,6 +275,13 @@ def test_workers_give_the_same_batches_in_the_same_order(small_log, start):
         assert plain.state_dict() == many.state_dict()
 
 
+def test_workers_leave_the_random_numbers_of_training_alone(small_log):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert list(Loader(small_log, np.arange(150), config(workers=1)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_leaving_the_loop_ends_the_workers(small_log):
     loader = Loader(small_log, np.arange(150), config(workers=2))
     for step, _ in enumerate(loader):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -80,6 +81,7 @@ def from_workers(
             collate_fn=_same,  # type: ignore[arg-type]  # without batching it gets one item
             pin_memory=pin,
             multiprocessing_context=context,
+            generator=torch.Generator(),  # else the workers' seed is drawn from the global one, in the middle of a step
         )
         batches = iter(loader)
         try:
