@@ -219,9 +219,8 @@ def test_every_activation_and_out_scale(act):
     ],
 )
 def test_public_operators_differentiate_with_it(monkeypatch, dtype, act, name, causal):
-    from gem_kernels.hopper import launch_backward, support
+    from gem_kernels.hopper import launch_backward
 
-    monkeypatch.setattr(support, "ALL_OF_BACKWARD", True)
     ran = []
     backward = launch_backward.backward
 

@@ -145,8 +145,8 @@ def test_other_head_dimensions(dim, mask):
 
 @pytest.mark.parametrize("dim", [96, 128])
 @pytest.mark.parametrize("act", ["softmax", "gelu"])
-def test_gradients_with_what_only_the_forward_takes(act, dim):
-    """Masks and grouped heads: the backward is another kernel's, on the LSE of this forward."""
+def test_gradients_with_masks_and_grouped_heads(act, dim):
+    """Both passes by what the operators choose, the gradient of LSE too."""
     lq, lk = [130, 0, 70, 5], [130, 40, 20, 0]
     q, k, v, cq, ck = problem(dim, lq=lq, lk=lk, heads=4, kv_heads=2)
     leaves = [x.requires_grad_() for x in (q, k, v)]

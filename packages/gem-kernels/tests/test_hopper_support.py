@@ -156,14 +156,6 @@ def test_choice_of_the_backward() -> None:
         assert choose(1 << 16, 1 << 16) is None
 
 
-def test_what_of_the_backward_runs_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = torch.zeros(4, 2, 128)
-    asked = [(q, q, -1, -1), (q, q, -1, 0), (q, q[:, :1], -1, -1), (q[..., :96], q[..., :96], -1, -1)]
-    assert [support.backward_shown(*x) for x in asked] == [True, False, False, False]
-    monkeypatch.setattr(support, "ALL_OF_BACKWARD", True)
-    assert all(support.backward_shown(*x) for x in asked)
-
-
 def test_choice_of_the_backward_with_masks_and_groups() -> None:
     choose = launch_backward.choose_backward
     assert choose(64, 1000, group=2) is launch_backward.BACKWARD["stream"]  # its dK and dV would be sums over heads

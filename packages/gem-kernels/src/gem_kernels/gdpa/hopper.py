@@ -45,7 +45,7 @@ def backward(
     *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV; `config=None` lets `launch_backward.choose_backward` decide."""
-    if config is None and support.backward_shown(q, k, left, right):
+    if config is None:
         config = launch_backward.choose_backward(max_q, max_k, q.shape[1] // k.shape[1], left, right)
     if config is None:
         return triton.backward(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gem_kernels.dispatch import Problem
 from gem_kernels.gdpa.activations import POLYNOMIALS
@@ -14,7 +13,6 @@ from gem_kernels.hopper import HEAD_DIMS
 from gem_kernels.tiling import CompileCase, Tile
 
 DTYPES = (torch.bfloat16, torch.float16)
-ALL_OF_BACKWARD = False  # set it to run in the backward what `backward_shown` would keep with the portable kernels
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
@@ -26,16 +24,6 @@ def applies(problem: Problem) -> tuple[bool, str]:
     if "bias" in problem.features:
         return False, "the Hopper kernels do not take a bias"
     return True, "warp-specialised Gluon kernels for compute capability 9"
-
-
-def backward_shown(q: Tensor, k: Tensor, left: int, right: int) -> bool:
-    """What of the backward runs unasked: without masks and grouped heads, at head dimension 128.
-
-    The rest passed its tests on a card before the order of a step was changed, and has not run since
-    (docs/notes/hopper-attention.md, "What of it has run"): until then the portable backward runs, on the forward's LSE,
-    unless `ALL_OF_BACKWARD` is set.
-    """
-    return ALL_OF_BACKWARD or (q.shape[2] == 128 and q.shape[1] == k.shape[1] and max(left, right) < 0)
 
 
 def _head_descriptor(rows: int, columns: int) -> str:

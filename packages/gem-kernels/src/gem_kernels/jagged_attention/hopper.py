@@ -48,7 +48,7 @@ def forward(
         on the GPU.
     """
     assert bias is None, "applies() refuses a bias"
-    if config is None and window.takes(q, k, q_offsets, k_offsets, left, right):
+    if config is None and window.takes(q, k, q_offsets, left, right):
         assert q_offsets is not None
         q, scale, _ = _positive(q, scale)
         return window.forward(q, k, v, q_offsets, k_offsets, scale, left, right)
@@ -68,12 +68,12 @@ def backward(
     *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV and an empty bias gradient; `config=None` lets `launch_backward.choose_backward` decide."""
-    if config is None and window.takes(q, k, q_offsets, k_offsets, left, right):
+    if config is None and window.takes(q, k, q_offsets, left, right):
         assert q_offsets is not None
         q, scale, sign = _positive(q, scale)
         dq, dk, dv = window.backward(dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, scale, left, right)
         return (dq if sign > 0 else dq * sign), dk, dv, torch.empty(0, dtype=q.dtype, device=q.device)
-    if config is None and not triton.narrow(left, right) and support.backward_shown(q, k, left, right):
+    if config is None and not triton.narrow(left, right):
         config = launch_backward.choose_backward(max_q, max_k, q.shape[1] // k.shape[1], left, right)
     if config is None:
         return triton.backward(

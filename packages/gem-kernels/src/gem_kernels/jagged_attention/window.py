@@ -30,14 +30,12 @@ PLACE = {  # of a kernel by head dimension: programs on an SM, and registers of 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def takes(q: Tensor, k: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, left: int, right: int) -> bool:
-    """Whether a problem that Hopper kernels may run is one for these unasked: self-attention over a narrow past, as
-    many key heads as query heads, bfloat16 of head dimension 128. They are written for windows with a right side, for
-    queries and keys of different lengths, for float16 and 64, which have not run on a card
-    (docs/notes/block-attention.md).
+def takes(q: Tensor, k: Tensor, q_offsets: Tensor | None, left: int, right: int) -> bool:
+    """Whether a problem that Hopper kernels may run is one for these unasked: a narrow window, queries of their own for
+    every sequence, as many key heads as query heads, head dimension 64 or 128.
     """
-    own = q_offsets is k_offsets and right == 0 and triton.narrow(left, right)
-    return own and q.shape[1:] == (k.shape[1], 128) and q.dtype == torch.bfloat16
+    heads, dim = q.shape[1:]
+    return triton.narrow(left, right) and q_offsets is not None and heads == k.shape[1] and dim in (64, 128)
 
 
 @functools.cache
