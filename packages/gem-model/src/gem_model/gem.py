@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gem_model.batch import BatchLike
 from gem_model.config import GemConfig, ModelInputs
@@ -25,6 +25,7 @@ from gem_model.evidence import Affinity, Evidence, EvidenceTokens
 from gem_model.heads import Heads
 from gem_model.init import initialise
 from gem_model.interformer import InterFormerLayer
+from gem_model.layers import Layers
 from gem_model.names import ByName
 from gem_model.ranker import TokenRanker
 
@@ -53,7 +54,7 @@ class GEM(TokenRanker):
             self.evidence = ByName({s.name: Evidence(s, config, inputs) for s in asked})
             self.evidence_tokens = EvidenceTokens(n_evidence, config) if asked else None
             cls_tokens = {s.name: config.n_sum + bool(inputs.candidate_columns(s)) for s in inputs.sources}
-            self.layers = nn.ModuleList(
+            self.layers = Layers(
                 InterFormerLayer(
                     i,
                     config.n_tokens if i else self.features.n_tokens + n_evidence,
@@ -95,8 +96,7 @@ class GEM(TokenRanker):
             wide.append(evidence.flatten(1))
         wide += [module(rows, batch, histories[source]) for source, module in self.affinity.items()]
         cls = {source: self.candidate(source, rows, batch) for source in self.events}
-        for layer in self.layers:
-            x, histories, cls = layer(x, histories, cls)
+        x = self.layers(x, histories, cls)
         self.auxiliary = None
         if self.distillation is not None and self.training:
             self.auxiliary = self.distillation(x, batch)

@@ -24,6 +24,7 @@ from gem_parallel import RowWiseAdagrad, Runtime, parallelize
 from torch import nn
 
 from gem_train import data as data_source
+from gem_train import graphs
 from gem_train.config import RunConfig
 from gem_train.config.named import function
 from gem_train.data import Data
@@ -106,6 +107,7 @@ def assemble(
         adagrad = RowWiseAdagrad(lr=config.optim.sparse_lr, eps=config.optim.sparse_eps)
         linear = frozenset(matrices(gem))
         model = parallelize(gem, roles(gem), layout, runtime, sparse=adagrad, units=gem.units())
+        kernel_by_kernel = graphs.replay_layers(config, model.module, conversion, runtime)
 
     precision = resolve_precision(config.train.precision, runtime.device)
     trainer = Trainer(
@@ -119,6 +121,7 @@ def assemble(
             counts_flops=isinstance(gem, GEM),
             units=tuple(gem.units()),
             conversion=conversion,
+            layers=graphs.describe(kernel_by_kernel),
             optimizer=dense_optimizer(model, config.optim, runtime.device, ratios=ratios, matrices=linear),
             train=train,
             validation=validation,
@@ -149,6 +152,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "inputs": dataclasses.asdict(parts.inputs),
         "parameters": {"dense": dense, "tables": table},
         "precision": parts.precision,
+        "layers": parts.layers,
         "linear_layers": [dataclasses.asdict(row) for row in parts.conversion.rows],
         "sharding": shards,
         "world": parts.runtime.world,

@@ -62,6 +62,7 @@ class Parts:
     model_config: GemConfig
     units: tuple[str, ...]  # names of the submodules that are sharded, and compiled, one by one
     conversion: Conversion
+    layers: str  # how they are launched, and why
     optimizer: torch.optim.Optimizer
     train: Loader
     validation: Loader

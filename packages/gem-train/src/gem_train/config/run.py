@@ -180,6 +180,8 @@ class TrainConfig:
         seed: of the initial weights, the order of the samples and dropout.
         precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 on a CPU.
         device: "auto", "cpu" or "cuda".
+        cuda_graphs: "on" replays the layers from CUDA graphs in training (gem_model.replay), so that the host does not
+            launch their kernels one by one; "auto" does so where it is possible, on one GPU; "off" never.
         timeout_s: how long a collective waits for the other ranks.
     """
 
@@ -198,6 +200,7 @@ class TrainConfig:
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    cuda_graphs: Literal["auto", "on", "off"] = "off"
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:

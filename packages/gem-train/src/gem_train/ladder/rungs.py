@@ -107,6 +107,12 @@ def _cards(config: RunConfig, runtime: Runtime) -> str:
     return "" if runtime.world > 1 else "needs several cards: one has nothing to gather"
 
 
+def _one_card(config: RunConfig, runtime: Runtime) -> str:
+    if runtime.device.type != "cuda":
+        return "CUDA graphs need a CUDA device"
+    return "" if runtime.world == 1 else "sharded parameters have other addresses in each pass"
+
+
 def never(reason: str) -> Check:
     """A rung whose code is not written yet."""
     return lambda config, runtime: reason
@@ -157,6 +163,12 @@ RUNGS = (
         name="larger parts",
         what="half as many parts a step, in the memory that the rungs before have freed",
         settings=lambda config: (f"optim.accumulate={max(1, config.optim.accumulate // 2)}",),
+    ),
+    Rung(
+        name="CUDA graphs",
+        what="the layers of both passes replayed from CUDA graphs, the events brought to a capacity",
+        settings=("train.cuda_graphs=on",),
+        missing=_one_card,
     ),
     Rung(
         name="FP8 linear",

@@ -4,7 +4,7 @@
 
 over the units u: the features, the event encoders, the interleaved layers, the heads. FLOPs are useful training FLOPs
 (3 x the forward's: valid events, visible pairs); seconds are those of a forward and a backward pass over the inputs
-that the unit had in a real forward pass.
+that the unit had in a real forward pass. Where CUDA graphs run the layers, each is timed as a graph of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from gem_data import JaggedBatch
 from gem_model.flops import unit_flops
+from gem_model.layers import Layers, one_by_one
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from gem_train.instruments import TRAINING_FLOPS
 from gem_train.trainer import Trainer
@@ -62,24 +64,44 @@ def time_units(
     names = [name for name, count in flops.items() if count]
     inputs = _capture(trainer, batch, names)
     where = trainer.model.module if module is None else module
+    graphs = any(isinstance(m, Layers) and m.replay is not None for m in trainer.model.module.modules())
     bf16 = parts.precision == "bf16"
     found = []
     for name in names:
         unit, (args, kwargs) = where.get_submodule(name), inputs.pop(name)
 
         def forward(unit: nn.Module = unit, args: Any = args, kwargs: Any = kwargs, bf16: bool = bf16) -> Any:
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False):
                 return unit(*args, **kwargs)
 
-        def both(forward: Callable[[], Any] = forward) -> None:
-            outputs = [t for t in tensors(forward()) if t.requires_grad]
-            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+        wanted = [t for t in (*tensors(args), *tensors(kwargs), *unit.parameters()) if t.requires_grad]
 
-        ahead = timed(forward, device, repeats)
-        whole = timed(both, device, repeats)
-        unit.zero_grad(set_to_none=True)
+        def both(forward: Callable[[], Any] = forward, wanted: list[Tensor] = wanted) -> None:
+            outputs = [t for t in tensors(forward()) if t.requires_grad]
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+
+        once = as_graph if graphs and name.startswith("layers.") else nothing
+        ahead, whole = (timed(once(run), device, repeats) for run in (forward, both))
         found.append(UnitTime(name=name, flops=TRAINING_FLOPS * flops[name], forward_s=ahead, seconds=whole))
     return found
+
+
+def nothing(run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run` as it is."""
+    return run
+
+
+def as_graph(run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run` captured, after two runs outside."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(), run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
 
 
 def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -115,7 +137,8 @@ def _capture(trainer: Trainer, batch: JaggedBatch, names: list[str]) -> dict[str
     handles = [unit.register_forward_pre_hook(hook(name), with_kwargs=True) for name, unit in units.items()]
     try:
         trainer.model.train()
-        trainer.forward(batch)
+        with one_by_one(trainer.model.module), saved_tensors_hooks(lambda _kept: None, lambda nothing: nothing):
+            trainer.forward(batch)
     finally:
         for handle in handles:
             handle.remove()

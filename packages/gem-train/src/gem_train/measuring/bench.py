@@ -21,6 +21,7 @@ import torch
 from gem_data import JaggedBatch
 from gem_lowprec import convert
 from gem_model import GEM
+from gem_model.layers import one_by_one
 from gem_model.sequence import SequenceLayer
 from gem_parallel import Topology
 from torch import nn
@@ -128,7 +129,7 @@ def measure(
     in_step = TRAINING_FLOPS * forward_flops(parts, batch)
     local_s = sum(u.seconds for u in units) * in_step / sum(u.flops for u in units)
     cuda, count = runtime.device.type == "cuda", trainer.config.optim.accumulate
-    with _undivided(trainer), kernels.marked(trainer.model.module) if by_kernel else contextlib.nullcontext():
+    with _undivided(trainer), _by_module(trainer) if by_kernel else contextlib.nullcontext():
         trace = trace_step(trainer, lambda: trainer.step(part), shapes=by_kernel)
     seconds = of_a_step(split(trace, cuda=cuda), count, whole.step_s)
     ranks = runtime.gather({"times": dataclasses.asdict(whole), "parts": seconds, "local_s": local_s}, "the timings")
@@ -166,6 +167,13 @@ def measure(
         "ranks": ranks,
         "profile": profile(trainer, units, part, copy),
     }
+
+
+@contextlib.contextmanager
+def _by_module(trainer: Trainer) -> Iterator[None]:
+    """Within the block traces say of which module a kernel is: no graph launches it."""
+    with one_by_one(trainer.model.module), kernels.marked(trainer.model.module):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,0 +1,69 @@
+"""The interleaved layers, one after the other; in training they may be replayed from CUDA graphs (replay.py)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gem_model.sequence import History
+
+Inputs = tuple[Tensor, dict[str, History], dict[str, Tensor]]  # X [B, N, d], histories and CLS tokens by source
+
+
+class Replaying(Protocol):
+    """What can run the layers in training."""
+
+    def __call__(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor], /) -> Tensor:
+        """As `Layers.through`."""
+
+    def forget(self) -> None:
+        """Let go of all memory."""
+
+
+class Layers(nn.ModuleList):
+    """X_0, S_0 -> X_L: the last layer's non-sequence tokens.
+
+    Attributes:
+        replay: what runs the layers in training in the place of :meth:`through`, or None.
+    """
+
+    replay: Replaying | None
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__(layers)
+        self.replay = None
+
+    def forward(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
+        """X [B, N, d], histories and CLS tokens [B, C, d] by source -> X [B, N, d]."""
+        if self.replay is not None and self.training and torch.is_grad_enabled():
+            return self.replay(x, histories, cls)
+        return self.through(x, histories, cls)
+
+    def through(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
+        """As `forward`, layer by layer."""
+        for layer in self:
+            x, histories, cls = layer(x, histories, cls)
+        return x
+
+
+@contextlib.contextmanager
+def one_by_one(model: nn.Module) -> Iterator[None]:
+    """Within the block every layer of `model` is called as a module, with its hooks, also where graphs would run it.
+
+    The graphs' memory is let go of; the next batch after the block captures them anew.
+    """
+    found = [m for m in model.modules() if isinstance(m, Layers)]
+    held = [layers.replay for layers in found]
+    for layers in found:
+        if layers.replay is not None:
+            layers.replay.forget()
+        layers.replay = None
+    try:
+        yield
+    finally:
+        for layers, replay in zip(found, held, strict=True):
+            layers.replay = replay

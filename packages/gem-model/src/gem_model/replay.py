@@ -1,0 +1,266 @@
+"""The interleaved layers replayed from CUDA graphs: what the host would launch kernel by kernel costs it two calls.
+
+A layer of GEM is some five hundred kernels in both passes, most of them short; launching them can take the host longer
+than the device needs to run them. A graph fixes shapes and addresses, while the number of events differs from batch to
+batch. So the events are brought to a *capacity*: samples are added that hold what is left of it, and whose outputs
+nobody reads. Every operator sees ordinary jagged data, no gradient comes from the added samples (that of their output
+is zero), and a few graphs of growing capacity serve all batches.
+
+The backward graph adds the parameters' gradients to `.grad` itself. Dropout draws its numbers from the seed of the
+moment, as it does without graphs, but for other shapes: masks differ from those of the same layers without graphs.
+
+`B` samples, `F` added samples, `N` non-sequence tokens, `T` events of one source, `d` width.
+
+Source: partial-network capture as torch.cuda.make_graphed_callables does it, which knows neither jagged inputs nor
+accumulated gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gem_model.layers import Layers
+from gem_model.sequence import History
+
+STEPS = 32  # capacities between a power of two and the next, ...
+LEAST = 32  # ... and the least distance between two of them, in events
+ROOM = 1 / 16  # of a graph's capacity that may stay empty, before a smaller graph is worth its memory
+GRAPHS = 8  # that are kept; a batch that fits in none of them then goes without
+WARM_UP = 2  # passes before a capture, which compile kernels and fill caches
+
+
+def capacity(events: int) -> int:
+    """The least capacity for so many events: multiples of 1/32 of the power of two below, and of 32."""
+    step = max(LEAST, (1 << max(events - 1, 1).bit_length() - 1) // STEPS)
+    return max(1, -(-events // step)) * step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What one graph has been captured for."""
+
+    batch: int  # B
+    events: tuple[int, ...]  # capacity of each source
+    longest: tuple[int, ...]  # the longest history of each source that it serves
+
+    @property
+    def added(self) -> int:
+        """F: enough samples for what a batch may leave of any source, none of them longer than the longest."""
+        sizes = zip(self.events, self.longest, strict=True)
+        return max((-(-self._left(e) // longest) for e, longest in sizes), default=0)
+
+    def serves(self, batch: int, events: tuple[int, ...], longest: tuple[int, ...]) -> bool:
+        """Whether a batch fits, without leaving too much empty."""
+        sizes = zip(self.events, events, strict=True)
+        same = (self.batch, self.longest) == (batch, longest)
+        return same and all(0 <= e - n <= self._left(e) for e, n in sizes)
+
+    @staticmethod
+    def _left(events: int) -> int:
+        return max(LEAST, int(events * ROOM))
+
+
+def at_capacity(
+    x: Tensor, histories: dict[str, History], cls: dict[str, Tensor], room: Room
+) -> tuple[Tensor, dict[str, History], dict[str, Tensor]]:
+    """The layers' inputs with F samples added: x [B + F, N, d], the events of every source at its capacity.
+
+    Nothing waits for the device. The added events are zeros, from the moment of the request.
+    """
+    more, full = room.added, {}
+    for (source, history), size, longest in zip(histories.items(), room.events, room.longest, strict=True):
+        assert history.more is None
+        left = size - history.tokens.shape[0]
+        each = -(-left // more)
+        assert left >= 0
+        assert each <= longest
+        ends = history.offsets[-1] + torch.arange(1, more + 1, device=x.device).mul(each).clamp(max=left)
+        full[source] = History(
+            tokens=F.pad(history.tokens, (0, 0, 0, left)),
+            offsets=torch.cat([history.offsets, ends.to(history.offsets.dtype)]),
+            max_len=longest,
+            rank=F.pad(history.rank, (0, left)),
+            age=F.pad(history.age, (0, left)),
+        )
+    return F.pad(x, (0, 0, 0, 0, 0, more)), full, {s: F.pad(c, (0, 0, 0, 0, 0, more)) for s, c in cls.items()}
+
+
+class Replay:
+    """Runs layers in training from CUDA graphs, captured when a batch comes that none of them serves. See the module.
+
+    Args:
+        layers: of a model on one CUDA device, none of them sharded or hooked; becomes its `replay`.
+
+    Raises:
+        ValueError: where the layers are not on a CUDA device.
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self.parameters = [p for p in layers.parameters() if p.requires_grad]
+        places = {p.device.type for p in self.parameters}
+        if places != {"cuda"}:
+            raise ValueError(f"CUDA graphs need layers on a CUDA device; these have parameters on {sorted(places)}")
+        self.graphs: dict[Room, Graph] = {}
+        self.pool: Any = None  # the memory of all graphs: they never run at once
+        self.sums = GradientSums(self.parameters)
+        self._announced = False
+
+    def __call__(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
+        """X of the last layer, [B, N, d]."""
+        histories = {source: histories[source] for source in cls}
+        graph = self._graph(x, histories, cls)
+        if graph is None:
+            return self.layers.through(x, histories, cls)
+        out: Tensor = _Replayed.apply(graph, *tensors(*at_capacity(x, histories, cls, graph.room)))
+        return out[: x.shape[0]]
+
+    def forget(self) -> None:
+        """Drop all graphs and their memory."""
+        self.graphs.clear()
+        self.pool = None
+        torch.cuda.empty_cache()
+
+    def _graph(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Graph | None:
+        batch, events = x.shape[0], tuple(h.tokens.shape[0] for h in histories.values())
+        longest = tuple(1 << (max(h.max_len, 1) - 1).bit_length() for h in histories.values())
+        found = [graph for room, graph in self.graphs.items() if room.serves(batch, events, longest)]
+        if found:
+            return min(found, key=lambda graph: sum(graph.room.events))
+        if len(self.graphs) == GRAPHS:
+            if not self._announced:
+                warnings.warn(
+                    f"none of the {GRAPHS} CUDA graphs of the layers serves {batch} samples with {events} events: such "
+                    "batches are launched kernel by kernel",
+                    stacklevel=2,
+                )
+            self._announced = True
+            return None
+        room = Room(batch=batch, events=tuple(map(capacity, events)), longest=longest)
+        self.graphs[room] = Graph(self, room, *at_capacity(x, histories, cls, room))
+        return self.graphs[room]
+
+
+class GradientSums:
+    """One tensor for the gradients of all parameters, which graphs add to; a part of it is each one's `.grad`."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        sizes = [-(-p.numel() // 64) * 64 for p in parameters]  # every part begins at a multiple of 256 bytes
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[0].device)
+        parts = zip(self.flat.split(sizes), parameters, strict=True)
+        self.views = [part[: p.numel()].view(p.shape) for part, p in parts]
+
+    def take(self, used: list[int]) -> None:
+        """Make `.grad` of these parameters the part that is added to, holding what they have so far."""
+        if all(self.parameters[i].grad is None for i in used):
+            self.flat.zero_()
+        elif all(self.parameters[i].grad is self.views[i] for i in used):
+            return
+        for i in used:
+            p, view = self.parameters[i], self.views[i]
+            if p.grad is not None and p.grad is not view:
+                view.copy_(p.grad)
+            elif p.grad is None:
+                view.zero_()
+            p.grad = view
+
+
+def tensors(x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> list[Tensor]:
+    """The layers' inputs as a list."""
+    return [x, *(t for source, h in histories.items() for t in (h.tokens, cls[source], h.offsets, h.rank, h.age))]
+
+
+class Graph:
+    """Both passes of the layers on inputs of one room."""
+
+    def __init__(
+        self, replay: Replay, room: Room, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]
+    ) -> None:
+        self.room, self.sums = room, replay.sums
+        self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors(x, histories, cls)]
+        at = iter(self.inputs)
+        x, histories, cls = next(at), dict(histories), dict(cls)
+        for source, history in histories.items():
+            tokens, cls[source], offsets, rank, age = (next(at) for _ in range(5))
+            histories[source] = replace(history, tokens=tokens, offsets=offsets, rank=rank, age=age)
+        self.wanted = [i for i, t in enumerate(self.inputs) if t.requires_grad]
+        sources = [self.inputs[i] for i in self.wanted] + replay.parameters
+
+        def ahead() -> Tensor:
+            return replay.layers.through(x, histories, cls)
+
+        def back(out: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(out, sources, upstream, allow_unused=True)
+
+        with _autocast_without_cache(x.device.type), torch.random.fork_rng([x.device]):
+            self._warm_up(ahead, back)
+            # Threads that load data may ask CUDA for pinned memory meanwhile: only this thread's calls are watched.
+            options: dict[str, Any] = {"capture_error_mode": "thread_local"}
+            self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.forward, pool=replay.pool, **options):
+                out = ahead()
+            replay.pool = self.forward.pool()
+            self.upstream = torch.zeros_like(out)
+            with torch.cuda.graph(self.backward, pool=replay.pool, **options):
+                found = back(out, self.upstream)
+                gradients = {i: g for i, g in enumerate(found[len(self.wanted) :]) if g is not None}
+                self.used = list(gradients)
+                torch._foreach_add_([self.sums.views[i] for i in self.used], list(gradients.values()))
+        self.downstream = found[: len(self.wanted)]
+        self.out = out.detach()
+
+    @staticmethod
+    def _warm_up(ahead: Callable[[], Tensor], back: Callable[[Tensor, Tensor], Any]) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                out = ahead()
+                back(out, torch.zeros_like(out))
+            del out
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()  # what the warm-up held is the graphs' to take
+
+
+class _Replayed(torch.autograd.Function):
+    """Both passes by a graph; the parameters' gradients go around autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, *inputs: Tensor) -> Tensor:
+        ctx.graph = graph
+        for fixed, given in zip(graph.inputs, inputs, strict=True):
+            fixed.copy_(given)
+        graph.forward.replay()
+        return graph.out.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        graph: Graph = ctx.graph
+        graph.upstream.copy_(upstream)
+        graph.sums.take(graph.used)
+        graph.backward.replay()
+        found: list[Tensor | None] = [None] * len(graph.inputs)
+        for i, gradient in zip(graph.wanted, graph.downstream, strict=True):
+            found[i] = gradient
+        return None, *found
+
+
+@contextlib.contextmanager
+def _autocast_without_cache(device: str) -> Iterator[None]:
+    """Autocast as it is, but casting a weight in every graph that uses it."""
+    on = torch.is_autocast_enabled(device)
+    with torch.autocast(device, dtype=torch.get_autocast_dtype(device), enabled=on, cache_enabled=False):
+        yield

@@ -1,0 +1,47 @@
+"""Whether the layers are launched kernel by kernel or replayed from CUDA graphs (gem_model.replay)."""
+
+from __future__ import annotations
+
+from gem_lowprec import Conversion
+from gem_model import GEM
+from gem_model.replay import Replay
+from gem_parallel import Runtime
+from torch import nn
+
+from gem_train.config import RunConfig
+
+
+def replay_layers(config: RunConfig, model: nn.Module, conversion: Conversion, runtime: Runtime) -> str:
+    """Let graphs run the layers of `model` in training as `train.cuda_graphs` says; why they don't, or "".
+
+    Raises ValueError where graphs are asked for ("on") and can't be had.
+    """
+    asked = config.train.cuda_graphs
+    reason = "train.cuda_graphs is off" if asked == "off" else why_not(config, model, conversion, runtime)
+    if reason and asked == "on":
+        raise ValueError(f"train.cuda_graphs is on, but {reason}")
+    if not reason:
+        assert isinstance(model, GEM)
+        model.layers.replay = Replay(model.layers)
+    return reason
+
+
+def why_not(config: RunConfig, model: nn.Module, conversion: Conversion, runtime: Runtime) -> str:
+    """What stands in the way of graphs, or ""."""
+    if runtime.device.type != "cuda":
+        return f"CUDA graphs need a CUDA device; this run is on {runtime.device}"
+    if runtime.world > 1:
+        return f"the parameters of a world of {runtime.world} are gathered anew for each pass, at other addresses"
+    if not isinstance(model, GEM):
+        return f"only GEM's layers can be replayed; this model is a {type(model).__name__}"
+    if config.parallel.memory.works:
+        return "parallel.memory recomputes, or keeps activations in another way than the layers do"
+    rules = conversion.recipe.rules
+    if any(rule.stochastic or rule.hadamard or rule.wgrad_every > 1 for rule in rules):
+        return f"the recipe {conversion.recipe.name!r} does something else in each step (random numbers or wgrad_every)"
+    return ""
+
+
+def describe(reason: str) -> str:
+    """One line for the run's folder."""
+    return f"launched kernel by kernel: {reason}" if reason else "replayed from CUDA graphs in training"
