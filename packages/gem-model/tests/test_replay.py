@@ -154,6 +154,10 @@ def test_on_a_card_dropout_follows_the_seed_and_a_full_store_is_announced(monkey
     for seed in (0, 1, 0):
         torch.manual_seed(seed)
         seen.append(model(batch).detach().clone())
+    first = model(batch).sum()
+    model(batch).sum().backward()
+    with pytest.raises(RuntimeError, match="has overwritten"):
+        first.backward()
     assert torch.equal(seen[0], seen[2])
     assert not torch.equal(seen[0], seen[1])
     with pytest.warns(UserWarning, match="none of the 1 CUDA graphs"):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from gem_model.layers import Layers
 from gem_model.sequence import History
@@ -106,13 +107,14 @@ class Replay:
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
-        self.parameters = [p for p in layers.parameters() if p.requires_grad]
+        self.parameters = [p for _, p in layers.named_parameters() if p.requires_grad]
         places = {p.device.type for p in self.parameters}
         if places != {"cuda"}:
             raise ValueError(f"CUDA graphs need layers on a CUDA device; these have parameters on {sorted(places)}")
         self.graphs: dict[Room, Graph] = {}
         self.pool: Any = None  # the memory of all graphs: they never run at once
         self.sums = GradientSums(self.parameters)
+        self.passes = 0  # forward passes so far: each overwrites what the one before has kept for its backward pass
         self._announced = False
 
     def __call__(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
@@ -129,6 +131,15 @@ class Replay:
         self.graphs.clear()
         self.pool = None
         torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Within the block the layers are called as they are."""
+        self.layers.replay = None
+        try:
+            yield
+        finally:
+            self.layers.replay = self
 
     def _graph(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Graph | None:
         batch, events = x.shape[0], tuple(h.tokens.shape[0] for h in histories.values())
@@ -186,7 +197,7 @@ class Graph:
     def __init__(
         self, replay: Replay, room: Room, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]
     ) -> None:
-        self.room, self.sums = room, replay.sums
+        self.room, self.replay = room, replay
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors(x, histories, cls)]
         at = iter(self.inputs)
         x, histories, cls = next(at), dict(histories), dict(cls)
@@ -194,16 +205,21 @@ class Graph:
             tokens, cls[source], offsets, rank, age = (next(at) for _ in range(5))
             histories[source] = replace(history, tokens=tokens, offsets=offsets, rank=rank, age=age)
         self.wanted = [i for i, t in enumerate(self.inputs) if t.requires_grad]
-        sources = [self.inputs[i] for i in self.wanted] + replay.parameters
+        # Autograd remembers on which stream a parameter was first used, and would wait for that stream in the capture:
+        # the graphs see the same memory as leaves that nobody has used before.
+        weights = {name: p.detach().requires_grad_(p.requires_grad) for name, p in replay.layers.named_parameters()}
+        sources = [self.inputs[i] for i in self.wanted] + [p for p in weights.values() if p.requires_grad]
 
         def ahead() -> Tensor:
-            return replay.layers.through(x, histories, cls)
+            out: Tensor = functional_call(replay.layers, weights, (x, histories, cls))
+            return out
 
         def back(out: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...]:
             return torch.autograd.grad(out, sources, upstream, allow_unused=True)
 
-        with _autocast_without_cache(x.device.type), torch.random.fork_rng([x.device]):
-            self._warm_up(ahead, back)
+        with replay.at_rest(), _autocast_without_cache(x.device.type), torch.random.fork_rng([x.device]):
+            if not replay.graphs:  # later ones find kernels compiled, and there may be no memory for a pass beside them
+                self._warm_up(ahead, back)
             # Threads that load data may ask CUDA for pinned memory meanwhile: only this thread's calls are watched.
             options: dict[str, Any] = {"capture_error_mode": "thread_local"}
             self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -215,7 +231,7 @@ class Graph:
                 found = back(out, self.upstream)
                 gradients = {i: g for i, g in enumerate(found[len(self.wanted) :]) if g is not None}
                 self.used = list(gradients)
-                torch._foreach_add_([self.sums.views[i] for i in self.used], list(gradients.values()))
+                torch._foreach_add_([replay.sums.views[i] for i in self.used], list(gradients.values()))
         self.downstream = found[: len(self.wanted)]
         self.out = out.detach()
 
@@ -239,7 +255,8 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graph: Graph, *inputs: Tensor) -> Tensor:
-        ctx.graph = graph
+        graph.replay.passes += 1
+        ctx.graph, ctx.number = graph, graph.replay.passes
         for fixed, given in zip(graph.inputs, inputs, strict=True):
             fixed.copy_(given)
         graph.forward.replay()
@@ -249,8 +266,13 @@ class _Replayed(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         graph: Graph = ctx.graph
+        if ctx.number != graph.replay.passes:
+            raise RuntimeError(
+                f"the backward pass of forward pass {ctx.number} of layers replayed from CUDA graphs comes after forward "
+                f"pass {graph.replay.passes}, which has overwritten what it needs; expected them in turn"
+            )
         graph.upstream.copy_(upstream)
-        graph.sums.take(graph.used)
+        graph.replay.sums.take(graph.used)
         graph.backward.replay()
         found: list[Tensor | None] = [None] * len(graph.inputs)
         for i, gradient in zip(graph.wanted, graph.downstream, strict=True):
