@@ -10,7 +10,7 @@ TABLE_EXCHANGES = ("fp32", "fp16", "bf16")
 PRECISIONS = ("fp32", "bf16")
 COLLECTIVES = ("default", "auto", "copy_engine")
 MEMORY_POLICIES = ("keep", "full", "uniform", "regions")
-MEMORY_ENGINES = ("eager", "compile")
+MEMORY_ENGINES = ("eager", "operators", "compile")
 MEMORY_QUANTISERS = ("none", "fp8", "compiler")
 
 
@@ -57,8 +57,10 @@ class MemoryConfig:
         budget: share of the bytes that a region keeps without recomputation; "regions" gives it out unevenly, at no
             higher a peak than the same share of every region would have.
         budget_gib: what the regions may hold at any time, in GiB, instead; 0: `budget` holds.
-        engine: "eager" keeps single operators' results; "compile" compiles each region, and torch's partitioner keeps
-            to its budget.
+        engine: "eager" computes single results again from what is kept anyway, or whole regions; "operators" runs
+            regions again under a dispatch mode that hands out the results of operators that were kept, whatever they
+            are, at some cost for the host; "compile" compiles each region, and torch's partitioner keeps to its budget.
+        recompute_min_kib: the eager engine keeps smaller tensors.
         regions: patterns of the units that are regions.
         quantise: "none"; "fp8": large floating-point tensors are stored as FP8 (or by the quantiser handed to
             `parallelize`) and dequantised for the operator that needs them; or, for compiled regions, "compiler": the
@@ -76,6 +78,7 @@ class MemoryConfig:
     budget: float = 1.0
     budget_gib: float = 0.0
     engine: str = "eager"
+    recompute_min_kib: float = 1024.0
     regions: tuple[str, ...] = ("*",)
     quantise: str = "none"
     quantise_block: int = 0
@@ -97,7 +100,7 @@ class MemoryConfig:
             raise ValueError('MemoryConfig.quantise = "compiler" needs engine = "compile"; "fp8" works with both')
         if not 0 <= self.budget <= 1:
             raise ValueError(f"MemoryConfig.budget must be in [0, 1], got {self.budget!r}")
-        for key in ("budget_gib", "quantise_block", "quantise_min_kib", "offload_min_mib"):
+        for key in ("budget_gib", "recompute_min_kib", "quantise_block", "quantise_min_kib", "offload_min_mib"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"MemoryConfig.{key} must be >= 0, got {getattr(self, key)!r}")
 

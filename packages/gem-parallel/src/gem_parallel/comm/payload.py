@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gem_parallel.memory.quantise import FP8_MAX
+from gem_parallel.memory.quantise import SCALE
 
 
 class Fp8Payload:
@@ -34,7 +34,7 @@ class Fp8Payload:
             return
         wide = shard.new_zeros((blocks, self.block), dtype=torch.float32)
         wide.view(-1)[: shard.numel()].copy_(shard)
-        scale = wide.abs().amax(1, keepdim=True) / FP8_MAX
+        scale = wide.abs().amax(1, keepdim=True) * SCALE
         scale = torch.where(scale == 0, 1.0, scale)
         data = blocks * self.block
         out[:data].copy_((wide / scale).to(torch.float8_e4m3fn).view(torch.uint8).view(-1))

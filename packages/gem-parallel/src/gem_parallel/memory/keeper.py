@@ -146,11 +146,11 @@ class Keeper:
             and tensor.nbytes >= min(sizes, default=1 << 62)
             and tensor.nbytes <= tensor.untyped_storage().nbytes()
             and tensor.untyped_storage()._cdata not in self.leave
-            and not _is_weight(tensor)
+            and not is_weight(tensor)
         )
 
 
-def _is_weight(tensor: torch.Tensor) -> bool:
+def is_weight(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a parameter seen through views and casts (such as autocast's)."""
     if isinstance(tensor._base, nn.Parameter):
         return True

@@ -9,11 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
+from gem_parallel.memory.quantise import SCALE
+
 TILE = 4096  # elements of a program
 
 
 @triton.jit
-def _pack_kernel(x, data, scale, n, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr):
+def _pack_kernel(
+    x, data, scale, n, rows, cols, FACTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     top = tl.zeros((ROWS,), tl.float32)
@@ -24,8 +28,7 @@ def _pack_kernel(x, data, scale, n, rows, cols, ROWS: tl.constexpr, COLS: tl.con
         value = tl.load(x + at, mask=inside & (at < n), other=0.0).to(tl.float32)
         top = tl.maximum(top, tl.max(tl.abs(value), 1))
         bad += tl.sum(value * 0.0, 1)
-    found = tl.div_rn(top, 448.0)
-    found = tl.where(top == 0.0, 1.0, tl.maximum(found, 1.1754943508222875e-38)) + bad
+    found = tl.where(top == 0.0, 1.0, tl.maximum(top * FACTOR, 1.1754943508222875e-38)) + bad
     for step in range(STEPS):
         at = row[:, None] * cols + step * COLS + col[None, :]
         inside = (row[:, None] < rows) & (step * COLS + col[None, :] < cols)
@@ -61,7 +64,7 @@ def pack(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, cols: int) ->
     assert data.numel() == rows * cols >= x.numel()
     if rows:
         grid, shape = _tile(rows, cols)
-        _pack_kernel[grid](x, data, scale, x.numel(), rows, cols, **shape)
+        _pack_kernel[grid](x, data, scale, x.numel(), rows, cols, FACTOR=SCALE, **shape)
 
 
 def unpack(data: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, cols: int) -> None:

@@ -35,7 +35,7 @@ class MemoryPlan:
     """The choice for all regions under one budget.
 
     Attributes:
-        engine: "eager" or "compile".
+        engine: of MemoryConfig.
         policy: "full", "uniform" or "regions".
         budget: bytes that all regions together may hold at any time.
         regions: in the order of the forward pass.
@@ -98,8 +98,9 @@ class MemoryPlan:
             rows = []
             for row in data.pop("regions"):
                 point = row.pop("point")
-                names = None if point["names"] is None else tuple(point["names"])
-                rows.append(RegionPlan(point=Point(**{**point, "names": names}), **row))
+                for key in ("names", "again"):
+                    point[key] = None if point[key] is None else tuple(point[key])
+                rows.append(RegionPlan(point=Point(**point), **row))
             return cls(regions=tuple(rows), **data)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: not a memory plan: {error}") from error
@@ -107,11 +108,18 @@ class MemoryPlan:
 
 def _what(point: Point, engine: str) -> str:
     if point.names is None:
-        return "all" if engine == "eager" or point.budget == 1 else f"budget {point.budget:g}"
+        if point.again:
+            return "all but " + _counted(point.again)
+        return "all" if engine != "compile" or point.budget == 1 else f"budget {point.budget:g}"
     if not point.names:
         return "inputs"
+    return _counted(point.names)
+
+
+def _counted(names: Sequence[str]) -> str:
+    """The most frequent kinds."""
     kinds: dict[str, int] = {}
-    for name in point.names:
+    for name in names:
         kind = name.split("#")[0].removesuffix(".default").removeprefix("aten.")
         kinds[kind] = kinds.get(kind, 0) + 1
     return ", ".join(f"{kind} x {n}" if n > 1 else kind for kind, n in sorted(kinds.items(), key=lambda kv: -kv[1])[:4])

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from gem_parallel.memory.allocate import Option, hull
+from gem_parallel.memory.keeper import is_weight
 from gem_parallel.memory.recompute import EagerMode, Function, OpNames, may_be_kept, watched
 
 POINTS = 16  # of a curve
@@ -135,7 +136,7 @@ class Recorder(EagerMode):
 
 def is_on_card(args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a region's inputs are on a CUDA device."""
-    return any(t.is_cuda for t in _plain_tensors((args, kwargs)))
+    return any(t.is_cuda for t in plain_tensors((args, kwargs)))
 
 
 def hold_back() -> None:
@@ -154,7 +155,8 @@ class Point:
     Attributes:
         kept: bytes between forward and backward.
         seconds: what backward recomputes.
-        names: operators whose results are kept; None: everything that autograd saves, nothing is recomputed.
+        names: operators whose results are kept, while the region runs again; None: it does not.
+        again: results that are computed again by themselves; everything else that autograd saves is kept.
         budget: for a compiled region, the share that its partitioner may keep.
         working: bytes while its backward runs, which hold what was computed again, unpacked.
     """
@@ -162,6 +164,7 @@ class Point:
     kept: int
     seconds: float
     names: tuple[str, ...] | None
+    again: tuple[str, ...] = ()
     budget: float = 1.0
     working: int = 0
 
@@ -218,10 +221,10 @@ def curve(
             break  # to keep everything is smaller
         points.append(Point(kept=kept, seconds=max(seconds, 0.0), names=tuple(names), working=working))
     points.append(Point(kept=max(saved, inputs), seconds=0.0, names=None))
-    return Curve(region=region, points=tuple(_thin(points)), forward_s=total)
+    return Curve(region=region, points=tuple(thin(points)), forward_s=total)
 
 
-def _thin(points: list[Point]) -> list[Point]:
+def thin(points: list[Point]) -> list[Point]:
     """At most POINTS of a falling curve: the corners of its hull, and others evenly over the bytes between."""
     if len(points) <= POINTS:
         return points
@@ -245,7 +248,7 @@ class HostCost:
 
 def host_cost(function: Function, args: Any, kwargs: Any) -> HostCost:
     """Measured on the host's clock, with a device that has nothing else to do. Generators are left as they were."""
-    devices = sorted({t.device.index for t in _plain_tensors((args, kwargs)) if t.is_cuda})
+    devices = sorted({t.device.index for t in plain_tensors((args, kwargs)) if t.is_cuda})
 
     def wall(mode: Any) -> float:
         if devices:
@@ -257,6 +260,19 @@ def host_cost(function: Function, args: Any, kwargs: Any) -> HostCost:
 
     with torch.random.fork_rng(devices), torch.no_grad():
         return HostCost(forward_s=wall(nullcontext()), modes_s=wall(_Pass()))
+
+
+def device_seconds(function: Function, args: Any, kwargs: Any) -> float:
+    """A region's forward pass on the card, with the host ahead of it. Generators are left as they were."""
+    devices = sorted({t.device.index for t in plain_tensors((args, kwargs)) if t.is_cuda})
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.random.fork_rng(devices), torch.no_grad():
+        hold_back()
+        began.record()
+        function(*args, **kwargs)
+        ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) * 1e-3
 
 
 class _Pass(EagerMode):
@@ -288,7 +304,7 @@ def with_host(found: Curve, host: HostCost) -> Curve:
 
 def tensor_bytes(tree: Any, size: Size = bytes_of) -> int:
     """Bytes of the tensors in a pytree, each storage once."""
-    return sum({t.untyped_storage()._cdata: _bytes(t, size) for t in _plain_tensors(tree)}.values())
+    return sum({t.untyped_storage()._cdata: stored(t, size) for t in plain_tensors(tree)}.values())
 
 
 def count_saved(function: Function, args: Any, kwargs: Any, module: nn.Module, size: Size = bytes_of) -> int:
@@ -299,39 +315,39 @@ def count_saved(function: Function, args: Any, kwargs: Any, module: nn.Module, s
     The forward runs, but what it saves is dropped at once: it needs no more memory than an evaluation. Generators are
     left as they were.
     """
-    own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers()) if _has_storage(t)}
+    own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers()) if has_storage(t)}
     found: dict[tuple[Any, ...], int] = {}
     alive: list[Any] = []  # storages must not be freed while their addresses are compared
 
     def pack(tensor: torch.Tensor) -> None:
-        from gem_parallel.memory.keeper import _is_weight
-
-        if _has_storage(tensor) and tensor.untyped_storage()._cdata not in own and not _is_weight(tensor):
+        if has_storage(tensor) and tensor.untyped_storage()._cdata not in own and not is_weight(tensor):
             storage = tensor.untyped_storage()
             packed = size(tensor) < tensor.nbytes
             key = (storage._cdata, tensor.storage_offset(), tuple(tensor.shape)) if packed else (storage._cdata,)
             if key not in found:
-                found[key] = _bytes(tensor, size)
+                found[key] = stored(tensor, size)
                 alive.append(StorageWeakRef(storage))
 
     def unpack(nothing: None) -> torch.Tensor:
         raise AssertionError("a counting pass has no backward")
 
-    devices = {t.device for t in _plain_tensors((args, kwargs)) if t.is_cuda}
+    devices = {t.device for t in plain_tensors((args, kwargs)) if t.is_cuda}
     with torch.random.fork_rng(list(devices)), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         function(*args, **kwargs)
     return sum(found.values())
 
 
-def _bytes(tensor: torch.Tensor, size: Size) -> int:
+def stored(tensor: torch.Tensor, size: Size) -> int:
     """Of a packed tensor its own bytes, of another the storage that it keeps alive."""
     own = size(tensor)
     return own if own < tensor.nbytes else tensor.untyped_storage().nbytes()
 
 
-def _plain_tensors(tree: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and _has_storage(t)]
+def plain_tensors(tree: Any) -> list[torch.Tensor]:
+    """Of a pytree."""
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and has_storage(t)]
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain tensor in memory of its own or of others."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided

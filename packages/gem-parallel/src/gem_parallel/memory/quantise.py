@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 FP8_MAX = 448.0  # of float8_e4m3fn
+SCALE = 1.0 / FP8_MAX  # a factor, rounded to float32: devices divide by a constant each in its own way
 
 
 class Quantiser(Protocol):
@@ -52,7 +53,7 @@ class Fp8Tensor:
 class Fp8Quantiser:
     """E4M3 with one float32 scale per row of the last dimension, or per block of `block` neighbouring elements.
 
-        scale = max |x| / 448,    data = e4m3(x / scale)
+        scale = max |x| * SCALE,    data = e4m3(x / scale),    SCALE = 1 / 448
 
     so that an element x of a block with maximum m comes back within max(|x| / 16, m / 448 / 1024). A block that holds
     an infinity or NaN comes back as NaN. On CUDA a Triton kernel passes over the tensor once (`fused`), elsewhere it is
@@ -98,7 +99,7 @@ class Fp8Quantiser:
 
 def _pack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [n, c] -> float8 [n, c], float32 [n, 1]
     wide = rows.float()
-    scale = wide.abs().amax(1, keepdim=True) / FP8_MAX
+    scale = wide.abs().amax(1, keepdim=True) * SCALE
     scale = torch.where(scale > 0, scale.clamp(min=math.ldexp(1.0, -126)), torch.where(scale == 0, 1.0, scale))
     return (wide / scale).to(torch.float8_e4m3fn), scale
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gem_parallel.config import MemoryConfig
 from gem_parallel.dense.containers import register_dataclasses
-from gem_parallel.memory import compiled
+from gem_parallel.memory import compiled, worth
+from gem_parallel.memory.again import Saving
 from gem_parallel.memory.keeper import Keeper
 from gem_parallel.memory.plan import MemoryPlan, make_plan
 from gem_parallel.memory.profile import (
@@ -31,6 +32,7 @@ from gem_parallel.memory.profile import (
     bytes_of,
     count_saved,
     curve,
+    device_seconds,
     hold_back,
     host_cost,
     is_on_card,
@@ -84,6 +86,7 @@ class Regions:
             offload_bytes=int(config.offload_min_mib * (1 << 20)),
         )
         self._pass_kib = config.quantise_min_kib if config.quantise == "compiler" else None
+        self._least = int(config.recompute_min_kib * 1024)
         self._agree = agree
         self._model = model
         self._before: list[tuple[nn.Module, Any]] = []  # wrapped modules and forwards of their own, if they had any
@@ -98,7 +101,7 @@ class Regions:
             self._wrap(module, _Region(self, name, module))
         if config.policy == "keep":
             self._points = dict.fromkeys(outer, Point(kept=0, seconds=0.0, names=None))
-        elif config.policy == "full" and config.engine == "eager":
+        elif config.policy == "full" and config.engine != "compile":
             self._points = dict.fromkeys(outer, Point(kept=0, seconds=0.0, names=()))
         elif config.plan_file and os.path.exists(config.plan_file):
             self._follow(MemoryPlan.read(config.plan_file), config.plan_file)
@@ -198,6 +201,9 @@ class Regions:
             function = self._compiled_for(name, function, point.budget)
         if point.names is not None:
             return recompute(function, args, kwargs, frozenset(point.names), self.keeper)
+        if point.again:
+            with Saving(frozenset(point.again), self.keeper, least=self._least, module=module).hooks():
+                return function(*args, **kwargs)
         if not self.keeper.works:
             return function(*args, **kwargs)
         with torch.autograd.graph.saved_tensors_hooks(self.keeper.pack, self.keeper.unpack):
@@ -215,6 +221,10 @@ class Regions:
             if counts:
                 self._measure_compiled(name, module, function, args, kwargs)
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        if self.config.engine == "eager":
+            if counts:
+                self._measure_results(name, module, function, args, kwargs)
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
         size = self.keeper.size if self.keeper.works else bytes_of
         recorder = Recorder(size=size)
         saved = unpacked = count_saved(function, args, kwargs, module, size) if counts else 0
@@ -230,6 +240,23 @@ class Regions:
             self.curves[name] = with_host(found, host_cost(function, args, kwargs)) if card else found
         return out
 
+    def _measure_results(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
+        """The curve of a region whose results are computed again one by one."""
+        card, size = is_on_card(args, kwargs), self.keeper.size if self.keeper.works else bytes_of
+        before = hold_back if card else _nothing
+        saved, costs = worth.watch(function, args, kwargs, module, self.keeper, least=self._least, before=before)
+        unpacked = count_saved(function, args, kwargs, module) if self.keeper.works else saved
+        host_s = host_cost(function, args, kwargs).forward_s
+        self.curves[name] = worth.curve(
+            name,
+            costs,
+            inputs=tensor_bytes((args, kwargs), size),
+            saved=saved,
+            unpacked=unpacked,
+            forward_s=device_seconds(function, args, kwargs) if card else host_s,
+            host_s=host_s if card else None,
+        )
+
     def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
         """The curve of a compiled region; equal modules with equal inputs are compiled and measured once."""
         shapes = [tuple(p.shape) for p in module.parameters()]
@@ -240,6 +267,10 @@ class Regions:
                 name, function, args, kwargs, module, quantise_kib=self._pass_kib
             )
         self.curves[name] = replace(self._kinds[kind], region=name)
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Region:

@@ -1,0 +1,128 @@
+"""How results of operators are computed again from what their nodes in autograd's graph hold.
+
+The nodes of this project's kernels are contexts of torch.autograd.Function, whose forward can be called again with what
+the context holds; they are known by their names, nothing of them is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Outputs = Sequence[Tensor | None]  # of a node, by number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How results of one sort of node are computed again.
+
+    Attributes:
+        label: of these results in a plan.
+        again: from the node (of a torch.autograd.Function: its ctx) to its results, bit by bit as they were; None in
+            the place of one that cannot be had.
+        which: the numbers of those that can; none that the node saves itself. May look at the node's edges, but at
+            nothing that it has saved.
+    """
+
+    label: str
+    again: Callable[[Any], Outputs]
+    which: Callable[[Any], Collection[int]] = lambda node: (0,)
+
+
+_sorts: dict[type, Recipe | None] = {}
+
+
+def declare_again(node: str, recipe: Recipe) -> None:
+    """Results of this sort of node may be computed again.
+
+    Args:
+        node: its name (`grad_fn.name()`); of a torch.autograd.Function "module.Class", or the class's name alone where
+            it is that of an operator, "library::name".
+        recipe: how.
+    """
+    RECIPES[node] = recipe
+    _sorts.clear()
+
+
+def recipe_of(node: Any) -> Recipe | None:
+    """What is declared of this sort of node."""
+    sort = type(node)
+    if sort not in _sorts:
+        cls = getattr(sort, "_forward_cls", None)
+        name = node.name() if cls is None else cls.__name__
+        if cls is not None and "::" not in name:
+            name = f"{cls.__module__}.{cls.__qualname__}"
+        _sorts[sort] = RECIPES.get(name)
+    return _sorts[sort]
+
+
+class _Context:
+    """Stands in for the ctx of a forward that is called for its results alone."""
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Nothing is saved."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """There are no gradients."""
+
+
+def _forward(ctx: Any, *args: Any) -> Any:
+    return type(ctx)._forward_cls.forward(_Context(), *args)
+
+
+def _norm(ctx: Any) -> Outputs:
+    """y of h = x + residual, which is kept: a norm of h without a residual."""
+    total, weight, bias = ctx.saved_tensors
+    return _forward(ctx, total, None, weight, bias, *ctx.rest)[0], None
+
+
+def _summed(ctx: Any) -> Outputs:
+    total, weight, bias, _ = ctx.saved_tensors
+    return _forward(ctx, total, None, None, weight, bias, *ctx.rest)[0], None
+
+
+def _gated(ctx: Any) -> Outputs:
+    packed, weight, _ = ctx.saved_tensors
+    found: Outputs = _forward(ctx, packed, weight, None, *ctx.rest)
+    return found
+
+
+def _rotary(ctx: Any) -> Outputs:
+    """(q, k, v, k, v) or (k, v): the values are views of what is kept."""
+    count, heads, bases, eps, backend = ctx.rest
+    packed, _, *saved = ctx.saved_tensors
+    parts = _forward(ctx, packed, None, *saved[:count], count, heads, saved[count:], bases, 1, eps, backend)
+    return (*parts[:-1], None, parts[-2], None)
+
+
+def _turned(ctx: Any) -> Collection[int]:
+    return (0, 1, 3) if ctx.rest[0] == 2 else (0, 2)
+
+
+def _both(node: Any) -> Collection[int]:
+    """A product has saved both factors when both get gradients."""
+    return (0,) if all(edge is not None for edge, _ in node.next_functions) else ()
+
+
+LINEAR = Recipe(label="linear", again=lambda node: ())  # whose bias must be found
+RECIPES = {
+    "AddmmBackward0": LINEAR,
+    "MmBackward0": Recipe(label="mm", which=_both, again=lambda node: (torch.mm(node._saved_self, node._saved_mat2),)),
+    "BmmBackward0": Recipe(
+        label="bmm", which=_both, again=lambda node: (torch.bmm(node._saved_self, node._saved_mat2),)
+    ),
+    "SiluBackward0": Recipe(label="silu", again=lambda node: (functional.silu(node._saved_self),)),
+    "GeluBackward0": Recipe(
+        label="gelu", again=lambda node: (functional.gelu(node._saved_self, approximate=node._saved_approximate),)
+    ),
+    "gem_kernels::norm": Recipe(label="norm", again=_norm),
+    "gem_kernels.norms._Summed": Recipe(label="norm", again=_summed),
+    "gem_kernels.projections._Gated": Recipe(label="gate", again=_gated, which=lambda ctx: (0, 1)),
+    "gem_kernels.projections._Rotary": Recipe(label="rotary", again=_rotary, which=_turned),
+    "gem_kernels::gdpa": Recipe(label="gdpa", again=lambda ctx: (_forward(ctx, *ctx.saved_tensors, *ctx.rest),)),
+}
