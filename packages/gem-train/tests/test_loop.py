@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 import torch
 from gem_parallel import start
 from gem_train.averaging import Average
-from gem_train.data import build
+from gem_train.data import build, divided
 from gem_train.errors import NonFiniteError, UserError
 from gem_train.events import read
 from gem_train.losses import global_loss, total_weights
@@ -21,7 +23,6 @@ from gem_train.progressive import Window
 from gem_train.run_dir import RunDir
 from gem_train.spikes import SETTLING, LossHistory, worst_samples
 from gem_train.testing import assembled, tiny_config, uneven_batch, uneven_logits
-from gem_train.trainer import divided
 
 
 def records(folder, kind):
@@ -370,3 +371,21 @@ def test_workers_and_a_balanced_order_change_no_sample_of_a_global_batch(cache):
         others = replace(config, workers=1, balance="bbs")
         found = source.loader(data, "train", others, runtime)
         assert [b.sample_ids.tolist() for b in itertools.islice(found, 3)] == wanted
+
+
+def test_a_log_that_several_want_at_once_is_built_once(tmp_path, monkeypatch):
+    from gem_train import data as source
+
+    built, real = [], source.build_log
+
+    def slow(table, schema, folder):
+        built.append(folder)
+        time.sleep(0.3)
+        return real(table, schema, folder)
+
+    monkeypatch.setattr(source, "build_log", slow)
+    config = tiny_config(tmp_path).data
+    with ThreadPoolExecutor(3) as pool:
+        folders = [pool.submit(source.build, config, "synthetic") for _ in range(3)]
+    assert len({f.result() for f in folders}) == 1
+    assert len(built) == 1

@@ -268,8 +268,8 @@ class _Replayed(torch.autograd.Function):
         graph: Graph = ctx.graph
         if ctx.number != graph.replay.passes:
             raise RuntimeError(
-                f"the backward pass of forward pass {ctx.number} of layers replayed from CUDA graphs comes after forward "
-                f"pass {graph.replay.passes}, which has overwritten what it needs; expected them in turn"
+                f"the backward pass of forward pass {ctx.number} of layers replayed from CUDA graphs comes after "
+                f"forward pass {graph.replay.passes}, which has overwritten what it needs; expected them in turn"
             )
         graph.upstream.copy_(upstream)
         graph.replay.sums.take(graph.used)

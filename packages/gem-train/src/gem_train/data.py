@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
+import itertools
 import json
 import sys
 import warnings
@@ -38,6 +40,7 @@ from gem_train.config import DataConfig
 from gem_train.config.named import function
 from gem_train.config.places import cache_folder
 from gem_train.config.tree import suggest
+from gem_train.errors import UserError
 
 CHUNK = 8192  # rows read at a time where the whole training split is passed over
 
@@ -106,7 +109,8 @@ def build(config: DataConfig, source: str) -> Path:
     """The folder of the source's log in the cache; built if it is not there yet.
 
     The folder's name depends on the source's configuration and on the code that makes and builds the events, so that
-    a log which other code would build otherwise is never mistaken for this one.
+    a log which other code would build otherwise is never mistaken for this one. Of several processes that want the same
+    log at once one builds it, and the others wait for it.
     """
     module: ModuleType
     options: dict[str, Any] = {}
@@ -122,12 +126,11 @@ def build(config: DataConfig, source: str) -> Path:
         key.update(Path(str(code.__file__)).read_bytes())
     folder = cache_folder(config.cache) / f"{source}-{key.hexdigest()[:16]}"
     if not folder.exists():
-        table, schema = _load(config, source)
-        try:
-            build_log(table, schema, folder)
-        except FileExistsError:  # another process was faster
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or the process dies
             if not folder.exists():
-                raise
+                build_log(*_load(config, source), folder)
     return folder
 
 
@@ -188,6 +191,16 @@ def base_rates(data: Data) -> list[float]:
         if absent:
             raise ValueError(f"task {absent[0]!r} has no label in the {part} split: nothing to evaluate")
     return [float(r) for r in positive / seen]
+
+
+def divided(batch: JaggedBatch, count: int) -> list[JaggedBatch]:
+    """The batch in `count` runs of (nearly) equal size. Raises UserError where there are fewer samples than that."""
+    if count == 1:
+        return [batch]
+    if batch.batch_size < count:
+        raise UserError(f"optim.accumulate is {count}, but a rank has only {batch.batch_size} samples of a batch")
+    edges = [batch.batch_size * i // count for i in range(count + 1)]
+    return [batch.slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def _load(config: DataConfig, source: str) -> tuple[pa.Table, Schema]:

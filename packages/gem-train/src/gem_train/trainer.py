@@ -8,7 +8,6 @@ with the bits of the uninterrupted one, and there is no random state to save.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import sys
 import time
@@ -34,6 +33,7 @@ from torch import Tensor
 from gem_train import trouble
 from gem_train.averaging import Average
 from gem_train.config import RunConfig
+from gem_train.data import divided
 from gem_train.errors import Interrupted, NonFiniteError, UserError
 from gem_train.evaluation import Predictions, figures, mean_ne, predict
 from gem_train.events import Events
@@ -391,13 +391,3 @@ class Trainer:
     def _warn(self, message: str) -> None:
         if self.runtime.is_main:
             warnings.warn(message, stacklevel=3)
-
-
-def divided(batch: JaggedBatch, count: int) -> list[JaggedBatch]:
-    """The batch in `count` runs of (nearly) equal size. Raises UserError where there are fewer samples than that."""
-    if count == 1:
-        return [batch]
-    if batch.batch_size < count:
-        raise UserError(f"optim.accumulate is {count}, but a rank has only {batch.batch_size} samples of a batch")
-    edges = [batch.batch_size * i // count for i in range(count + 1)]
-    return [batch.slice(a, b) for a, b in itertools.pairwise(edges)]

@@ -21,6 +21,7 @@ from gem_parallel import Runtime
 
 from gem_train.assemble import assemble
 from gem_train.config import RunConfig, override
+from gem_train.data import divided
 from gem_train.evaluation import figures, mean_ne
 from gem_train.events import Events
 from gem_train.ladder.hstu import time_hstu
@@ -31,7 +32,7 @@ from gem_train.measuring.bench import WARM_UP, batches, compile_layers, measure,
 from gem_train.measuring.recompute import recompute
 from gem_train.progress import Progress
 from gem_train.run_dir import RunDir
-from gem_train.trainer import Trainer, divided
+from gem_train.trainer import Trainer
 
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, TimeoutError, torch.OutOfMemoryError)
 

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from gem_model.flops import visible_pairs
 from torch import Tensor, nn
 
+from gem_train.data import divided
 from gem_train.instruments import TRAINING_FLOPS, forward_flops, memory_in_use
 from gem_train.measuring.bench import batches
-from gem_train.trainer import Trainer, divided
+from gem_train.trainer import Trainer
 
 
 class HstuLayer(nn.Module):

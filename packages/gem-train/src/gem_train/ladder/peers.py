@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from gem_kernels import block_attention, jagged, jagged_attention, layer_norm, rope
 from gem_kernels.gdpa.activations import ACTIVATIONS
 from gem_kernels.nn import PMA, LayerNorm
-from gem_model.sequence import History, HistoryAttention, PersonalisedFFN, SequenceLayer, uniform_offsets, with_bias
+from gem_model.projection import with_bias
+from gem_model.sequence import History, HistoryAttention, PersonalisedFFN, SequenceLayer, uniform_offsets
 from torch import Tensor, nn
 
 Attention = Literal["padded", "varlen", "kernel"]
@@ -209,10 +210,10 @@ class PeerFFN(PersonalisedFFN):
         q = q.unflatten(1, (self.heads, -1))
         return F.silu(gate) * up, self.norms.q(q) if self.personal else q
 
-    def _personal(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def _personal(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         if self.operators.parts == "kernel":
-            return super()._personal(mixed)
-        k, v = self.kv(mixed).unflatten(1, (2, self.heads, -1)).unbind(1)
+            return super()._personal(packed)
+        k, v = packed.unflatten(1, (2, self.heads, -1)).unbind(1)
         return self.norms.k(k), v
 
     def _transform(self, q: Tensor, k: Tensor, v: Tensor, history: History) -> Tensor:

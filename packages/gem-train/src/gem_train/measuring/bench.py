@@ -27,11 +27,12 @@ from gem_parallel import Topology
 from torch import nn
 
 from gem_train.assemble import lowprec_recipe
+from gem_train.data import divided
 from gem_train.instruments import TRAINING_FLOPS, forward_flops, memory_in_use
 from gem_train.measuring import alone, kernels
 from gem_train.measuring.batches import half_filled
 from gem_train.measuring.waterfall import PARTS, of_a_step, split, trace_step
-from gem_train.trainer import Trainer, divided
+from gem_train.trainer import Trainer
 
 WARM_UP = 2  # steps
 
