@@ -10,7 +10,7 @@ def test_seed_pooling_formula():
     m = m.double()
     lengths = [4, 0, 5]
     offsets = torch.tensor([0, 4, 4, 9])
-    s = torch.randn(9, 8, dtype=torch.float64)
+    s = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
     out = m(s, offsets, 5)
     assert out.shape == (3, 3, 8)
     a = m.mix.weight.view(3, 6, 2)  # [q, s, r]
@@ -22,8 +22,14 @@ def test_seed_pooling_formula():
             p = torch.softmax(torch.einsum("shd,nhd->hsn", m.read.queries, kv[:, 0]) / 2.0, dim=-1)
             z = torch.einsum("hsn,nhd->shd", p, kv[:, 1]).flatten(1) @ m.read.out.weight.T
         z = m.norm(z)
-        expected = sum(a[:, :, r] @ z @ b[r].T for r in range(2))
+        expected = sum(a_r @ z @ b_r.T for a_r, b_r in zip(a.unbind(2), b, strict=True))
         torch.testing.assert_close(out[sample], expected)
+        if len(events):
+            leaves = (s, *m.parameters())
+            ours = torch.autograd.grad(out[sample].square().sum(), leaves, retain_graph=True)
+            theirs = torch.autograd.grad(expected.square().sum(), leaves, retain_graph=True)
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, other)
 
 
 def test_more_seeds_than_events_and_back():

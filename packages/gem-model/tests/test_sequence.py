@@ -135,7 +135,7 @@ def test_personalised_ffn(qk_norm):
     config = preset("tiny", activation="gelu", qk_norm=qk_norm)
     m = randomised(PersonalisedFFN(config))
     h = history(config.width)
-    x_sum = torch.randn(4, config.n_sum, config.width, dtype=torch.float64)
+    x_sum = torch.randn(4, config.n_sum, config.width, dtype=torch.float64, requires_grad=True)
     gate, up, q = norm_linear(m.up, h.tokens).split(m.splits, dim=1)
     expected = h.tokens + (F.silu(gate) * up) @ m.down.weight.T + m.down.bias
     personal = []
@@ -148,8 +148,13 @@ def test_personalised_ffn(qk_norm):
         hidden = F.gelu(torch.einsum("qhd,phd->hqp", query, k) / math.sqrt(config.head_dim))
         personal.append(torch.einsum("hqp,phd->qhd", hidden, v).flatten(1))
     expected = expected + torch.cat(personal) @ m.out.weight.T + m.out.bias
-    torch.testing.assert_close(m(h, x_sum).settled().tokens, expected)
-    other = x_sum.clone()
+    tokens = m(h, x_sum).settled().tokens
+    torch.testing.assert_close(tokens, expected)
+    probe, leaves = torch.randn_like(tokens), (h.tokens, x_sum, *m.parameters())
+    ours = torch.autograd.grad((tokens * probe).sum(), leaves)
+    for a, b in zip(ours, torch.autograd.grad((expected * probe).sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b)
+    other = x_sum.detach().clone()
     other[2] += 1.0
     changed = (m(h, other).more != m(h, x_sum).more).any(dim=1)
     assert changed.tolist() == [False] * 4 + [True] * 7 + [False]

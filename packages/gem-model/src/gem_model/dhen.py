@@ -1,6 +1,7 @@
 """DHEN (Zhang et al. 2022): an ensemble of interaction experts; every sample visits every expert.
 
-`B` samples, `N` tokens in, `M` tokens out, `d` width. The experts' parameters have the role "expert": whoever
+`B` samples, `N` tokens in, `M` tokens out, `d` width; behind the N there may be tokens of zeros
+(:func:`gem_model.interaction.aligned`), which no expert sees. The experts' parameters have the role "expert": whoever
 distributes the model may spread the experts of one :class:`Ensemble` over ranks.
 """
 
@@ -39,6 +40,7 @@ class CrossExpert(nn.Module):
 
     def __init__(self, n_in: int, config: GemConfig) -> None:
         super().__init__()
+        self.n_in = n_in
         self.norm = nn.LayerNorm(config.width)
         self.down = nn.Linear(n_in * config.width, config.cross_rank, bias=False)
         self.up = nn.Linear(config.cross_rank, n_in * config.width)
@@ -46,7 +48,7 @@ class CrossExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, d] -> [B, M, d]."""
-        x = self.norm(x)
+        x = self.norm(x[:, : self.n_in])
         return self.mix(x * self.up(self.down(x.flatten(1))).view(x.shape))
 
 
@@ -55,13 +57,14 @@ class AttentionExpert(nn.Module):
 
     def __init__(self, n_in: int, config: GemConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.n_in, self.heads = n_in, config.heads
         self.qkv = NormLinear(config.width, 3 * config.width, norm="layer")
         self.out = nn.Linear(config.width, config.width)
         self.mix = TokenMix(n_in, config.n_tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, d] -> [B, M, d]."""
+        x = x[:, : self.n_in]
         batch, count = x.shape[:2]
         q, k, v = self.qkv(x.flatten(0, 1)).unflatten(1, (3, self.heads, -1)).unbind(1)  # [B N, H, D]
         offsets = uniform_offsets(batch, count, x.device)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from gem_kernels.nn import LayerNorm
 from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -23,6 +24,7 @@ from torchrec import (
 from gem_model.batch import BatchLike, SequenceLike
 from gem_model.config import TIME_GAPS, ModelInputs, Source
 from gem_model.names import key
+from gem_model.projection import linear_of
 from gem_model.slots import Slots
 
 V = TypeVar("V")
@@ -192,7 +194,7 @@ class EventEncoder(nn.Module):
         self.float_sizes = dict(source.floats)
         width_in = source.event_width(inputs.table_dim)
         self.linear = nn.Linear(width_in, config.width)
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = LayerNorm(config.width)  # [T, d]: torch's would make float32 of it under autocast
         self.mark = nn.Parameter(torch.zeros(config.width)) if self.candidate_features else None
 
     def forward(self, rows: Rows, sequence: SequenceLike, age: Tensor, gap: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ class EventEncoder(nn.Module):
         columns = [rows.events[self.source, column] for column in self.id_columns]
         columns += [pick(sequence.floats, c, f"float column in sequence {self.source!r}:") for c in self.float_columns]
         columns += [(0.1 * torch.stack((age, gap), dim=1))]  # about [0, 2] for gaps from nothing to centuries
-        return self.norm(self.linear(torch.cat(columns, dim=1)))
+        return self.norm(linear_of(self.linear, columns))  # type: ignore[no-any-return]
 
     def candidate(self, rows: Rows, dense: Tensor) -> Tensor | None:
         """The candidate as an event [B, d]; None where it shares no id column with this source's events.
@@ -216,7 +218,7 @@ class EventEncoder(nn.Module):
             start = self.candidate_floats.get(column, (None, 0))[0]
             columns.append(some.new_zeros(some.shape[0], size) if start is None else dense[:, start : start + size])
         columns.append(some.new_zeros(some.shape[0], TIME_GAPS))
-        return self.norm(self.linear(torch.cat(columns, dim=1)) + self.mark)
+        return self.norm(self.linear(torch.cat(columns, dim=1)) + self.mark)  # type: ignore[no-any-return]
 
 
 class FeatureEncoder(nn.Module):

@@ -132,7 +132,7 @@ def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int, *, events_a
     flops = events * 3 * 2 * d * c.ff_hidden
     if c.pffn_tokens:
         flops += events * 2 * 2 * d * d  # q and out
-        flops += batch * c.pffn_tokens * (2 * c.n_sum * d + 2 * d * 2 * d)  # K and V from X_sum
+        flops += batch * (c.n_sum * 2 * d * 2 * d + c.pffn_tokens * 2 * (c.n_sum + 1) * 2 * d)  # K, V, bias from X_sum
         flops += events * c.pffn_tokens * 4 * d
     flops += events * 2 * 2 * d * d + batch * n_cls * 2 * 2 * d * d  # k and v; q and out of CLS
     flops += 4 * d * n_cls * events
@@ -143,7 +143,7 @@ def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int, *, events_a
         flops += events * 2 * 2 * d * d + batch * queries * 2 * d * d  # kv and out
         flops += 4 * d * queries * events
     if c.pma_seeds:
-        flops += batch * c.pma_seeds * 2 * 2 * d * (d + c.pma_queries)  # the two Kronecker terms
+        flops += batch * c.pma_queries * 2 * 2 * d * (c.pma_seeds + d)  # the two Kronecker terms
     return flops
 
 

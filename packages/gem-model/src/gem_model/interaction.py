@@ -6,7 +6,23 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from gem_model.projection import unaligned
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Tokens [B, N, d] with the tokens of zeros behind them that products over tokens want: see `unaligned`."""
+    extra = unaligned(x.shape[1], x)
+    return F.pad(x, (0, 0, 0, extra)) if extra else x
+
+
+def mix_tokens(weight: Tensor, x: Tensor) -> Tensor:
+    """Y = W X: [B, N, d] -> [B, M, d] for W [M, N]. X may hold further tokens of zeros, as of :func:`aligned`."""
+    weight, extra = weight.to(x.dtype), x.shape[1] - weight.shape[1]
+    weight = F.pad(weight, (0, extra)) if extra else weight
+    return torch.bmm(weight.expand(x.shape[0], -1, -1), x)  # matmul would copy x transposed
 
 
 class TokenMix(nn.Module):
@@ -16,9 +32,13 @@ class TokenMix(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, d] -> [B, M, d]."""
-        return torch.bmm(self.weight.to(x.dtype).expand(x.shape[0], -1, -1), x)  # matmul would copy x transposed
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[B, N, d] -> [B, M, d]; a bias [d] is added to every token: one token more, that goes to all of them."""
+        weight: Tensor = self.weight
+        if bias is not None:
+            x = torch.cat((x, bias.to(x.dtype).expand(x.shape[0], 1, -1)), dim=1)
+            weight = F.pad(weight, (0, 1), value=1.0)
+        return mix_tokens(weight, aligned(x))
 
 
 class FactorizationMachine(nn.Module):
@@ -29,16 +49,17 @@ class FactorizationMachine(nn.Module):
 
     def __init__(self, n_in: int, n_out: int, width: int, rank: int, hidden: int) -> None:
         super().__init__()
-        self.n_out, self.width = n_out, width
+        self.n_in, self.n_out, self.width = n_in, n_out, width
         self.compress = nn.Parameter(torch.empty(n_in, rank))  # Y
         self.norm = nn.LayerNorm(n_in * rank)
         self.mlp = nn.Sequential(nn.Linear(n_in * rank, hidden), nn.ReLU())
         self.linear = nn.Linear(hidden, n_out * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, N, d] -> [B, M, d]."""
-        y = torch.bmm(x.transpose(1, 2), self.compress.to(x.dtype).expand(x.shape[0], -1, -1))  # [B, d, k]
-        products = torch.bmm(x, y).flatten(1)  # [B, N * k]
+        """[B, N, d] -> [B, M, d]; zeros behind the N tokens change nothing."""
+        x = aligned(x)
+        y = mix_tokens(self.compress.t(), x).transpose(1, 2)  # [B, d, k]
+        products = torch.bmm(x, y)[:, : self.n_in].flatten(1)  # [B, N * k]
         return self.linear(self.mlp(self.norm(products))).unflatten(1, (self.n_out, self.width))
 
 
@@ -57,4 +78,5 @@ class Wukong(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, d] -> [B, M, d]."""
+        x = aligned(x)
         return self.norm(torch.cat((self.fmb(x), self.lcb(x)), dim=1) + self.proj(x))

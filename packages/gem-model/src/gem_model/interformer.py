@@ -16,7 +16,8 @@ from gem_model.dropout import Dropout
 from gem_model.interaction import TokenMix, Wukong
 from gem_model.names import ByName
 from gem_model.pooling import make_pool, pool
-from gem_model.sequence import History, SequenceLayer, working_dtype
+from gem_model.projection import unaligned, working_dtype
+from gem_model.sequence import History, SequenceLayer
 
 
 class Gating(nn.Module):
@@ -129,9 +130,11 @@ class InterFormerLayer(nn.Module):
                     cls[source] = torch.cat((entered, cls[source]), dim=1)
                 histories[source], cls[source], s_sum = tower(histories[source], cls[source], entered)
                 tokens.append(s_sum)
-        return self.dropout(self.interaction(_together(tokens))), histories, cls
+        return self.dropout(self.interaction(_together(tokens, align=True))), histories, cls
 
 
-def _together(tokens: list[Tensor]) -> Tensor:
-    """[B, n, d] tensors as one; under autocast in its dtype, which is what reads them."""
-    return torch.cat([t.to(working_dtype(t)) for t in tokens], dim=1)
+def _together(tokens: list[Tensor], *, align: bool = False) -> Tensor:
+    """[B, n, d] tensors as one; under autocast in its dtype, which is what reads them. Aligned: see `unaligned`."""
+    tokens = [t.to(working_dtype(t)) for t in tokens]
+    first, extra = tokens[0], unaligned(sum(t.shape[1] for t in tokens), tokens[0]) if align else 0
+    return torch.cat([*tokens, *([first.new_zeros(first.shape[0], extra, first.shape[2])] if extra else [])], dim=1)

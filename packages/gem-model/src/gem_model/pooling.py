@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from gem_kernels.nn import PMA, LayerNorm, NormLinear
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
-from gem_model.interaction import TokenMix
+from gem_model.interaction import TokenMix, mix_tokens
+from gem_model.projection import plain
 from gem_model.sequence import History
 
 KRONECKER_TERMS = 2
@@ -45,9 +47,19 @@ class SeedPooling(nn.Module):
             z, *total = (self.read(s, offsets, max_len),)
         else:
             z, *total = self.read(s, offsets, max_len, residual, residual_bias)
-        z = self.dims(self.norm(z))  # [B, s, terms d]
-        pooled = self.mix(z.unflatten(2, (KRONECKER_TERMS, -1)).flatten(1, 2))
+        pooled = self._combine(self.norm(z))
         return (pooled, *total) if total else pooled
+
+    def _combine(self, z: Tensor) -> Tensor:
+        """sum_r A_r Z B_r, [B, s, d] -> [B, q, d]. Every A_r comes first: it leaves fewer tokens to B_r, and one
+        product of [A_1 Z || A_2 Z] with the B_r adds up.
+        """
+        if not plain(self.dims):
+            return self.mix(self.dims(z).unflatten(2, (KRONECKER_TERMS, -1)).flatten(1, 2))  # type: ignore[no-any-return]
+        seeds, width = z.shape[1:]
+        a = self.mix.weight.unflatten(1, (seeds, KRONECKER_TERMS)).transpose(1, 2).flatten(0, 1)  # [q terms, s]
+        b = self.dims.weight.unflatten(0, (KRONECKER_TERMS, width)).transpose(0, 1).flatten(1)  # [d, terms d]
+        return F.linear(mix_tokens(a, z).view(z.shape[0], -1, KRONECKER_TERMS * width), b)
 
 
 def make_pool(config: GemConfig) -> nn.Module | None:

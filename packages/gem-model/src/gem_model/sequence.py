@@ -7,7 +7,6 @@ tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from gem_model.batch import SequenceLike
 from gem_model.config import GemConfig
 from gem_model.interaction import TokenMix
+from gem_model.projection import hooked, plain, project, project_both, with_bias, working_dtype
 
 ROPE_BASE = 10_000.0
 ROTE_BASE = 100.0  # log time runs from 0 to about 15, not to 10,000: a smaller base keeps every frequency useful
@@ -58,45 +58,9 @@ class History:
         return self.more if self.more_bias is None else with_bias(self.more, self.more_bias)
 
 
-class WithBias(torch.autograd.Function):
-    """x [T, C], which holds the bias [C] already: its gradient is the sum of x's, as a linear layer makes it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        """x itself."""
-        ctx.dtype = bias.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of x as it is, and its columns' sums."""
-        return dx, dx.sum(0).to(ctx.dtype)
-
-
-def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x, which was made with ``bias.detach()``: gradients reach the bias as well."""
-    return x if bias is None else WithBias.apply(x, bias)  # type: ignore[no-any-return]
-
-
-def project(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """linear(x), and the layer's bias where its gradient is still to be made by whoever reads the result: a sum over a
-    gradient [T, out] is best made where that gradient is written. Layers of a precision recipe make all themselves, and
-    those that somebody watches are called as they are.
-    """
-    if type(linear) is not nn.Linear or linear.bias is None or _hooked(linear):
-        return linear(x), None
-    return F.linear(x, linear.weight, linear.bias.detach()), linear.bias
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
 def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, History]:
     """What a layer makes of the tokens, [T, out], its bias as :func:`project` gives it, and the history settled."""
-    plain = type(layer) is NormLinear and not _hooked(layer)
+    plain = type(layer) is NormLinear and not hooked(layer)
     args: list[Tensor | None] = [history.tokens]
     if history.more is not None:
         more = history.more if plain else history.whole
@@ -106,14 +70,6 @@ def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, Hi
         out, tokens = out
         history = history.settled(tokens)
     return (*project(layer.linear, out), history) if plain else (out, None, history)
-
-
-def working_dtype(x: Tensor) -> torch.dtype:
-    """What matrix products of ``x`` come out in: autocast's dtype where it is on, else its own."""
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
 
 
 def uniform_offsets(batch: int, count: int, device: torch.device) -> Tensor:
@@ -181,21 +137,28 @@ class PersonalisedFFN(nn.Module):
         """Tokens [T, d]; x_sum [B, n_sum, d]."""
         packed, bias, history = read(self.up, history)
         hidden, q = self._parts(packed, bias)
-        more, bias = project(self.down, hidden)
-        if self.personal:
-            k, v = self._personal(self.mix(x_sum).flatten(0, 1))  # [B P, H, D]
-            personal, other = project(self.out, self._transform(q, k, v, history).flatten(1))
-            more, bias = more + personal, other if bias is None else bias if other is None else bias + other
-        return history.plus(more, bias)
+        if not self.personal:
+            return history.plus(*project(self.down, hidden))
+        k, v = self._personal(self._packed(x_sum))  # [B P, H, D]
+        told = self._transform(q, k, v, history).flatten(1)
+        return history.plus(*project_both(self.down, hidden, self.out, told))
+
+    def _packed(self, x_sum: Tensor) -> Tensor:
+        """W_kv (M X_sum) + b, [B P, 2 d]. M maps tokens and W_kv dims, so either may come first: W_kv does, on the
+        fewer tokens.
+        """
+        if plain(self.kv) and self.kv.bias is not None:
+            return self.mix(F.linear(x_sum, self.kv.weight), self.kv.bias).flatten(0, 1)  # type: ignore[no-any-return]
+        return self.kv(self.mix(x_sum).flatten(0, 1))  # type: ignore[no-any-return]
 
     def _parts(self, packed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """SwiGLU's product [T, hidden] and the normed queries [T, H, D]."""
         weight = self.norms.weights[0] if self.personal else None
         return gated_heads(packed, self.hidden, self.heads, weight, bias=bias)
 
-    def _personal(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed keys and the values, [B P, H, D], of tokens [B P, d]."""
-        k, v = rotary_heads(self.kv(mixed), self.heads, self.norms.weights[1:])
+    def _personal(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed keys and the values, [B P, H, D], of their projections side by side."""
+        k, v = rotary_heads(packed, self.heads, self.norms.weights[1:])
         return k, v
 
     def _transform(self, q: Tensor, k: Tensor, v: Tensor, history: History) -> Tensor:

@@ -1,0 +1,112 @@
+"""Linear layers whose readers make the gradient of a bias, or add what is added anyway, in passing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products of ``x`` come out in: autocast's dtype where it is on, else its own."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+ALIGNED = 8  # numbers of 16 bits that a matrix product wants to read at once
+
+
+def unaligned(count: int, x: Tensor) -> int:
+    """How many zeros a sum over ``count`` numbers like x lacks, for a product to read whole words.
+
+    Only where it matters: 16-bit products on a GPU, which are several times slower otherwise.
+    """
+    return -count % ALIGNED if x.is_cuda and working_dtype(x).itemsize == 2 else 0
+
+
+class WithBias(torch.autograd.Function):
+    """x [T, C], which holds the bias [C] already: its gradient is the sum of x's, as a linear layer makes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        """x itself."""
+        ctx.dtype = bias.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of x as it is, and its columns' sums."""
+        return dx, dx.sum(0).to(ctx.dtype)
+
+
+def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x, which was made with ``bias.detach()``: gradients reach the bias as well."""
+    return x if bias is None else WithBias.apply(x, bias)  # type: ignore[no-any-return]
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody watches this module's calls, so that they must not be passed by."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def plain(*linears: nn.Module) -> bool:
+    """Whether the layers' weights may be used in the place of the layers: those of a precision recipe make all
+    themselves, and those that somebody watches are called as they are.
+    """
+    return all(type(linear) is nn.Linear and not hooked(linear) for linear in linears)
+
+
+def linear_of(linear: nn.Module, columns: list[Tensor]) -> Tensor:
+    """linear(columns side by side), [T, .] each, with zeros behind them where the product wants them."""
+    extra = unaligned(sum(c.shape[1] for c in columns), columns[0]) if plain(linear) else 0
+    if not extra:
+        return linear(torch.cat(columns, dim=1))  # type: ignore[no-any-return]
+    x = torch.cat([*columns, columns[0].new_zeros(columns[0].shape[0], extra)], dim=1)
+    return F.linear(x, F.pad(linear.weight, (0, extra)), linear.bias)  # type: ignore[arg-type]
+
+
+def project(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """linear(x), and the layer's bias where its gradient is still to be made by whoever reads the result: a sum over a
+    gradient [T, out] is best made where that gradient is written.
+    """
+    if not plain(linear) or linear.bias is None:
+        return linear(x), None
+    return F.linear(x, linear.weight, linear.bias.detach()), linear.bias  # type: ignore[arg-type, return-value, operator]
+
+
+def project_both(first: nn.Module, x: Tensor, second: nn.Module, y: Tensor) -> tuple[Tensor, Tensor | None]:
+    """first(x) + second(y) for rows [T, .], and what is left of the biases' gradients, as :func:`project`.
+
+    The second product adds to the first where that lies, and one product makes both inputs' gradients: the sum costs no
+    pass over memory of its own.
+    """
+    if not plain(first, second) or first.bias is None or second.bias is None or x.dtype != y.dtype:
+        (a, bias), (b, other) = project(first, x), project(second, y)
+        return a + b, other if bias is None else bias if other is None else bias + other
+    bias = first.bias + second.bias  # type: ignore[operator]
+    given = (x, y, first.weight, second.weight, bias.detach())
+    return _Both.apply(*(t.to(working_dtype(x)) for t in given)), bias  # type: ignore[union-attr]
+
+
+class _Both(torch.autograd.Function):
+    """x W^T + y V^T + b, for x [T, a], y [T, c], W [out, a] and V [out, c]; no gradient of b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, w: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y, torch.cat((w, v), dim=1))
+        out = F.linear(x, w, bias)
+        return torch.addmm(out, y, v.t(), out=out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, both = ctx.saved_tensors
+        dx, dy = (dout @ both).split((x.shape[1], y.shape[1]), dim=1)
+        return dx, dy, dout.t() @ x, dout.t() @ y, None
