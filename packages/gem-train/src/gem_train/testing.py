@@ -69,7 +69,7 @@ def assembled(config: RunConfig, folder: Path) -> Iterator[tuple[Any, Any]]:
     run = RunDir(folder)
     run.start(config, resume=False)
     events = Events(run.path)
-    with start("cpu", 30) as runtime, contextlib.closing(events):
+    with start(config.train.device, 30) as runtime, contextlib.closing(events):
         yield assemble(config, runtime, run, events=events, progress=Progress(enabled=False))
 
 
