@@ -14,7 +14,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 MARKER = "<!-- tables: tools/benchmark_tables.py -->"
 
 
-# gem-parallel's suites: (heading, path of keys in a row, digits after the point; None: text, -1: a power of ten)
+# Suites of plain rows: (heading, path of keys in a row, digits after the point; None: text, -1: a power of ten)
 PLAIN: dict[str, list[tuple[str, str, int | None]]] = {
     "memory": [
         ("variant", "variant", None), ("step ms", "ms", 1), ("host ms", "host_ms", 1), ("kept MiB", "kept_mib", 0),
@@ -30,14 +30,28 @@ PLAIN: dict[str, list[tuple[str, str, int | None]]] = {
         ("ratio", "ratio", 3), ("exposed ms", "exposed_ms", 1), ("work, max/mean", "work", 3), ("GiB", "memory_gib", 1),
         ("tables MiB", "tables_mib", 0), ("plan ms", "plan.ms", 1), ("plan GiB", "plan.memory_gib", 1),
     ],
+    "excess": [
+        ("model", "case", None), ("precision", "precision", None), ("parameters", "parameters", 0),
+        ("steps", "steps", 0), ("step ms", "step_ms", 1), ("click NE", "tasks.click.ne", 5),
+        ("above the best, %", "tasks.click.excess_pct", 3), ("convert NE", "tasks.convert.ne", 5),
+        ("above the best, %", "tasks.convert.excess_pct", 3),
+    ],
+    "quality": [
+        ("size", "case", None), ("dense parameters", "parameters.dense", 0), ("training FLOPs", "flops", -1),
+        ("steps", "steps", 0), ("s", "seconds", 1), ("NE", "ne", 5), ("best possible", "optimal_ne", 5),
+    ],
 }  # fmt: skip
 
 
 def plain(name: str, result: dict[str, Any]) -> str:
-    """What gem_parallel.bench or tools/scaling_cards.py wrote: its rows as they are."""
+    """What gem_parallel.bench or a tool here wrote: its rows as they are."""
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     columns = PLAIN[result["suite"]]
-    more = {k: result[k] for k in ("model", "workload", "batch", "world") if k in result}
+    more = {
+        k: result[k]
+        for k in ("model", "workload", "batch", "world", "recipe", "samples", "optimal", "line")
+        if k in result
+    }
     lines = [
         f"## {result['suite']}, {result['card']}, {result['date']}, {name.removesuffix('.json')}",
         "",

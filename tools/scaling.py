@@ -15,10 +15,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
+import importlib.metadata
 import io
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +108,13 @@ def plot(points: dict[str, dict[str, Any]], line: dict[str, float] | None) -> st
     return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)
 
 
+def card(device: str) -> str:
+    """The GPU's name, or what there is in its place."""
+    import torch
+
+    return torch.cuda.get_device_name() if device.startswith("cuda") else device
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what has not run, fit, write and tell."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -111,22 +122,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", default="tiny,small,base,large", help="presets, with changes as in tiny+width=32")
     parser.add_argument("--recipe", default="synthetic")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of every run")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each a process")
+    parser.add_argument("--only", metavar="SIZE", help="train this one of the sizes and stop")
+    parser.add_argument("--commit", default="unknown")
     args = parser.parse_args(argv)
     sizes = args.sizes.split(",")
+    runs = {text: RunDir(args.out / text.replace("+", "-")) for text in sizes}
+    for text in [args.only] if args.only else sizes if args.jobs == 1 else []:
+        if not runs[text].eval_file.exists():
+            config = configuration(args.recipe, text, sizes[0], args.set)
+            execute(config, runs[text].path, resume=runs[text].config_file.exists())
+    if args.only:
+        return 0
+    if args.jobs > 1:
+        command = [sys.executable, *(sys.argv if argv is None else [__file__, *argv])]
+        waiting = [text for text in reversed(sizes) if not runs[text].eval_file.exists()]  # the longest first
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(lambda text: subprocess.run([*command, "--only", text], check=True), waiting))
     points: dict[str, dict[str, Any]] = {}
     for text in sizes:
-        run = RunDir(args.out / text.replace("+", "-"))
-        if not run.eval_file.exists():
-            config = configuration(args.recipe, text, sizes[0], args.set)
-            execute(config, run.path, resume=run.config_file.exists())
-        points[text] = found = point(run)
+        points[text] = found = point(runs[text])
         over = "" if found["optimal_ne"] is None else f", {found['ne'] / found['optimal_ne'] - 1:+.2%} of the best"
         print(f"{text}: {found['flops']:.3g} FLOPs, NE {found['ne']:.5f}{over}, {found['seconds']:.0f} s")
     line = None
     if len(points) > 1:
         line = fit([p["flops"] for p in points.values()], [p["ne"] for p in points.values()])
         print(f"NE = {line['ne0']:.5f} - {line['eta']:.5f} log(C / {line['c0']:.3g}), R^2 {line['r2']:.3f}")
-    write_json(args.out / "scaling.json", {"recipe": args.recipe, "set": args.set, "points": points, "line": line})
+    described = read_json(runs[sizes[0]].model_file)
+    found = {
+        "suite": "quality",
+        "card": card(described["device"]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": args.commit,
+        "command": " ".join(["python", *sys.argv]),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "torchrec")},
+        "recipe": args.recipe,
+        "samples": read_json(runs[sizes[0]].data_file)["split"],
+        "line": line,
+        "rows": [{"case": name, **of_size} for name, of_size in points.items()],
+    }
+    write_json(args.out / "scaling.json", found)
     (args.out / "scaling.svg").write_text(plot(points, line), encoding="utf-8")
     return 0
 

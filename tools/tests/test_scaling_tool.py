@@ -34,13 +34,15 @@ def test_every_size_is_trained_once(tmp_path, capsys):
     arguments = ["--out", str(tmp_path / "out"), "--sizes", "tiny,tiny+width=32", "--set", *settings]
     assert scaling.main(arguments) == 0
     found = json.loads((tmp_path / "out" / "scaling.json").read_text())
-    small, wide = found["points"]["tiny"], found["points"]["tiny+width=32"]
+    small, wide = found["rows"]
+    assert (small["case"], wide["case"]) == ("tiny", "tiny+width=32")
     assert wide["flops"] > 2 * small["flops"] > 0
     assert small["steps"] == wide["steps"] == 4
     assert 0.5 < small["optimal_ne"] < small["ne"] < 1.2
     assert found["line"]["c0"] == small["flops"]
     assert "<svg" in (tmp_path / "out" / "scaling.svg").read_text()
     before = (tmp_path / "out" / "tiny" / "eval.json").stat().st_mtime_ns
-    assert scaling.main(arguments) == 0
+    assert scaling.main([*arguments, "--jobs", "2"]) == 0  # nothing is left to do
+    assert scaling.main([*arguments, "--only", "tiny"]) == 0
     assert (tmp_path / "out" / "tiny" / "eval.json").stat().st_mtime_ns == before
     assert "R^2" in capsys.readouterr().out

@@ -97,8 +97,8 @@ def contenders(config: RunConfig, out: Path, names: Iterable[str], seeds: int) -
 def compete(everyone: Sequence[Contender], *, jobs: int, say: Callable[[str], None]) -> list[str]:
     """Run all who are not finished, `jobs` at a time; returns a line for each that failed.
 
-    The first one runs alone: it puts the log into the cache, which the others then find there. Raises Interrupted at
-    Ctrl-C or SIGTERM, after the running ones have written their checkpoints.
+    The first that gets there builds the log, and the others wait for it. Raises Interrupted at Ctrl-C or SIGTERM, after
+    the running ones have written their checkpoints.
     """
     for contender in everyone:
         contender.prepare()
@@ -107,17 +107,15 @@ def compete(everyone: Sequence[Contender], *, jobs: int, say: Callable[[str], No
         say(f"{len(everyone) - len(waiting)} of {len(everyone)} runs are finished already")
     running: dict[subprocess.Popen[bytes], tuple[Contender, float]] = {}
     failed: list[str] = []
-    ended = 0
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while waiting or running:
-            while waiting and len(running) < (jobs if ended else 1):
+            while waiting and len(running) < jobs:
                 contender = waiting.pop(0)
                 running[_start(contender, jobs)] = (contender, time.monotonic())
             time.sleep(POLL_S)
             for process in [p for p in running if p.poll() is not None]:
                 contender, began = running.pop(process)
-                ended += 1
                 seconds = time.monotonic() - began
                 if process.returncode == 0 and contender.finished:
                     say(f"{contender.name} seed {contender.seed}: {_short(contender)}  ({seconds:.0f} s)")
