@@ -59,7 +59,7 @@ def test_off_is_off_and_auto_says_why_not(tmp_path):
 
 def test_graphs_that_are_asked_for_and_cant_be_had_stop_the_run(tmp_path):
     config = tiny_config(tmp_path / "cache", "train.cuda_graphs=on")
-    with pytest.raises(UserError, match="train.cuda_graphs is on, but CUDA graphs need a CUDA device"):
+    with pytest.raises(UserError, match=r"train\.cuda_graphs is on, but CUDA graphs need a CUDA device"):
         assembled(config, tmp_path / "run").__enter__()
 
 
