@@ -56,7 +56,9 @@ def result(everyone: Sequence[Contender], names: Sequence[str], recipe: str, com
     gem = next(c for c, n in done if n == GEM)
     told, described = read_json(gem.run.eval_file), read_json(gem.run.model_file)
     rows = [row(c, n) for c, n in done]
-    fitted = [{"case": n, "precision": "fp64", "tasks": of_tasks(told["baselines"][n], told["optimal"])} for n in FITTED]
+    fitted = [
+        {"case": n, "precision": "fp64", "tasks": of_tasks(told["baselines"][n], told["optimal"])} for n in FITTED
+    ]
     rows = sorted([*rows, *fitted], key=lambda r: sum(t["ne"] for t in r["tasks"].values()))
     return {
         "suite": "excess",
