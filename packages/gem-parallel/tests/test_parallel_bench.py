@@ -20,7 +20,7 @@ def test_memory_against_step_time(tmp_path, capsys):
     assert rows["full"]["error"] == 0
     assert 0 < rows["full + fp8"]["error"] < 0.05
     assert "full + fp8" in capsys.readouterr().out
-    assert "compile: regions 0.5" in variants([0.5], "compile", 1.0)
+    assert "compile: regions 0.5" in variants([0.5], "compile")
     with pytest.raises(SystemExit, match=r"expected package\.module:function"):
         main(["memory", "--workload", "somewhere"])
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gem_parallel.memory.plan import MemoryPlan
     from gem_parallel.memory.profile import declare_cost
     from gem_parallel.memory.quantise import Quantiser
+    from gem_parallel.memory.recipes import Recipe, declare_again
     from gem_parallel.parallel import ParallelModel, parallelize
     from gem_parallel.planning.layout import Layout
     from gem_parallel.planning.planner import NothingFitsError, Plan, plan, predict
@@ -46,6 +47,8 @@ _HOME = {
     "Payload": "comm.fsdp",
     "MemoryPlan": "memory.plan",
     "Quantiser": "memory.quantise",
+    "Recipe": "memory.recipes",
+    "declare_again": "memory.recipes",
     "declare_cost": "memory.profile",
     "make_mesh": "dense.mesh",
     "load_optimizer_state": "dense.optimizer",
@@ -96,6 +99,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Quantiser",
+    "Recipe",
     "RowWiseAdagrad",
     "Runtime",
     "Simulation",
@@ -105,6 +109,7 @@ __all__ = [
     "Topology",
     "__version__",
     "curve_table",
+    "declare_again",
     "declare_cost",
     "export_tables",
     "init_tables",

@@ -33,12 +33,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.25, 0.5, 0.75])
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
-    parser.add_argument("--engines", nargs="+", default=["eager"], choices=("eager", "compile"))
+    parser.add_argument("--engines", nargs="+", default=["eager"], choices=("eager", "operators", "compile"))
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="these instead, such as 'operators: uniform 0.5'")
+    parser.add_argument(
+        "--larger", nargs="+", default=[], metavar="BATCH=NAME", help="then these at other batches, not compared"
+    )
     parser.add_argument("--only", nargs="+", help="variants whose names contain one of these; none always runs")
     parser.add_argument(
         "--share", default="0/1", help="R/N: every Nth variant from the Rth on, for N cards side by side"
     )
-    parser.add_argument("--min-kib", type=float, default=1024.0, help="smaller tensors are not quantised")
+    parser.add_argument("--min-kib", type=float, default=1024.0, help="smaller tensors are kept as they are")
     parser.add_argument(
         "--workload",
         default="gem_parallel.bench.stack:workload",
@@ -47,75 +51,108 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", help="JSON file")
 
 
-def variants(budgets: list[float], engine: str, min_kib: float) -> dict[str, MemoryConfig | None]:
-    """What is compared, by name."""
-    more: dict[str, Any] = {"engine": engine, "quantise_min_kib": min_kib}
-    found: dict[str, MemoryConfig | None] = {}
-    if engine == "eager":
-        found["none"] = None
-        found["full"] = MemoryConfig(policy="full", **more)
-    else:
-        found["compile: none"] = MemoryConfig(**more)
-    prefix = "" if engine == "eager" else "compile: "
-    for budget in budgets:
-        found[f"{prefix}uniform {budget:g}"] = MemoryConfig(policy="uniform", budget=budget, **more)
-        found[f"{prefix}regions {budget:g}"] = MemoryConfig(policy="regions", budget=budget, **more)
-    if engine == "eager":
-        found["fp8 alone"] = MemoryConfig(quantise="fp8", **more)
-    for budget in budgets:
-        found[f"{prefix}regions {budget:g} + fp8"] = MemoryConfig(
-            policy="regions", budget=budget, quantise="fp8", **more
-        )
-    if engine == "eager":
-        found["full + fp8"] = MemoryConfig(policy="full", quantise="fp8", **more)
-        found["offload"] = MemoryConfig(offload_min_mib=16, **more)
-    return found
+def variants(budgets: list[float], engine: str) -> list[str]:
+    """What is compared, by name; `config_of` reads them."""
+    if engine != "eager":
+        return [f"{engine}: none"] * (engine == "compile") + [
+            f"{engine}: {policy} {budget:g}" for budget in budgets for policy in ("uniform", "regions")
+        ]
+    return [
+        "none",
+        "full",
+        *(f"{policy} {budget:g}" for budget in budgets for policy in ("uniform", "regions")),
+        "fp8 alone",
+        *(f"regions {budget:g} + fp8" for budget in budgets),
+        "full + fp8",
+        "offload",
+    ]
+
+
+def config_of(name: str, min_kib: float = 1024.0) -> MemoryConfig | None:
+    """ "[engine: ]none | full | fp8 alone | offload | (uniform | regions) (0.5 | 80GiB)[ + fp8]".
+
+    Raises:
+        SystemExit: something else.
+    """
+    engine, _, rest = name.rpartition(": ")
+    rest, _, packed = rest.partition(" + ")
+    policy, _, amount = rest.partition(" ")
+    more: dict[str, Any] = {"quantise_min_kib": min_kib, "recompute_min_kib": min_kib}
+    if engine:
+        more["engine"] = engine
+    if packed or rest == "fp8 alone":
+        more["quantise"] = packed or "fp8"
+    try:
+        if rest == "none":
+            return MemoryConfig(**more) if engine else None
+        if rest == "fp8 alone":
+            return MemoryConfig(**more)
+        if rest == "offload":
+            return MemoryConfig(offload_min_mib=16, **more)
+        if rest != "full":
+            more |= {"budget_gib": float(amount[:-3])} if amount.endswith("GiB") else {"budget": float(amount)}
+        return MemoryConfig(policy=policy, **more)
+    except ValueError as error:
+        raise SystemExit(f"no variant {name!r}: {error}") from error
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a row per variant; 1 when a gradient is wrong."""
     device = torch.device(args.device)
     make = _find(args.workload)
-    found = {k: v for engine in args.engines for k, v in variants(args.budgets, engine, args.min_kib).items()}
+    names = args.variants or [name for engine in args.engines for name in variants(args.budgets, engine)]
     if args.only:
-        found = {k: v for k, v in found.items() if k == "none" or any(part in k for part in args.only)}
+        names = [name for name in names if any(part in name for part in args.only)]
     part, parts = map(int, args.share.split("/"))
-    rest = [(name, config) for name, config in found.items() if name != "none"]
-    found = {"none": None, "none again": None, **dict(rest[part::parts])}
-    if "compile" in args.engines:  # dropout as without the compiler, so that gradients can be compared
+    rest = [name for name in names if name != "none"]
+    wanted = [(args.batch, name) for name in ("none", "none again", *rest[part::parts])]
+    for text in args.larger:
+        batch, _, name = text.partition("=")
+        wanted.append((int(batch), name))
+    configs = [config_of("none" if name == "none again" else name, args.min_kib) for _, name in wanted]
+    if any(config is not None and config.engine == "compile" for config in configs):
         import torch._inductor.config as inductor_config
 
-        inductor_config.fallback_random = True
+        inductor_config.fallback_random = True  # dropout as without the compiler, so that gradients can be compared
     reference: list[torch.Tensor] = []
     noise = 0.0  # how much two unchecked runs differ
     rows: list[dict[str, Any]] = []
     curves: dict[tuple[str, str], dict[str, Curve]] = {}
     good = True
-    heads = " ".join(f"{head:>9}" for head in ("step ms", "host ms", "kept MiB", "peak MiB"))
+    heads = " ".join(f"{head:>9}" for head in ("step ms", "a sample", "host ms", "kept MiB", "peak MiB"))
     print(f"{'variant':28} {heads} {'against none':>13} {'memory':>7}  error")
-    workload = make(device, args.batch)
-    for name, config in found.items():
-        row, grads, plan = measure(workload, device, config, args.steps, reference, curves)
-        row["case"] = f"batch {args.batch}"
-        if not reference:
-            reference = grads
-        exact = config is None or config.quantise == "none"
-        row["variant"] = name
-        compiled = config is not None and config.engine == "compile"
-        noise = row["error"] if name == "none again" else noise
-        limit = FP8_TOLERANCE if not exact or compiled else 2 * noise
-        good &= row["error"] <= limit
+    workload, made_for = make(device, args.batch), args.batch
+    for (batch, name), config in zip(wanted, configs, strict=True):
+        if batch != made_for:
+            reference, curves = [], {}
+            del workload
+            workload, made_for = make(device, batch), batch
+        compare = batch == args.batch
+        label = name if compare else f"{batch}: {name}"
+        try:
+            row, grads, plan = measure(workload, device, config, args.steps, reference if compare else None, curves)
+        except torch.OutOfMemoryError:
+            rows.append({"op": "train", "pass": "step", "case": f"batch {batch}", "variant": f"{label}, does not fit"})
+            print(f"{label:28} does not fit", flush=True)
+            continue
+        row |= {"case": f"batch {batch}", "variant": label, "ms_a_sample": row["ms"] / batch}
         rows.append(row)
-        first = rows[0]
+        if compare and not reference:
+            reference = grads
+        noise = row["error"] if name == "none again" else noise
+        exact = config is None or (config.quantise == "none" and config.engine != "compile")
+        wrong = compare and row["error"] > (2 * noise if exact else FP8_TOLERANCE)
+        good &= not wrong
+        first = next(r for r in rows if "ms" in r)
         share = row["kept_mib"] / first["kept_mib"] if first["kept_mib"] else float("nan")
         print(
-            f"{name:28} {row['ms']:9.2f} {row['host_ms']:9.2f} {row['kept_mib']:9.0f} {row['peak_mib']:9.0f} "
-            f"{row['ms'] / first['ms'] - 1:+13.1%} {share:7.2f}  "
-            f"{row['error']:.1e}{'' if row['error'] <= limit else '  WRONG'}",
+            f"{label:28} {row['ms']:9.2f} {row['ms_a_sample']:9.3f} {row['host_ms']:9.2f} {row['kept_mib']:9.0f} "
+            f"{row['peak_mib']:9.0f} {row['ms_a_sample'] / first['ms_a_sample'] - 1:+13.1%} {share:7.2f}  "
+            f"{row['error']:.1e}{'  WRONG' if wrong else ''}",
             flush=True,
         )
         if plan:
-            print("    " + str(plan).splitlines()[0], flush=True)
+            print("    " + str(plan).splitlines()[0] + "\n    " + str(plan).splitlines()[2], flush=True)
         if args.out:  # a run that is cut short leaves what it has
             write(args.out, "memory", rows, batch=args.batch, workload=args.workload)
     return 0 if good else 1
@@ -126,11 +163,12 @@ def measure(
     device: torch.device,
     config: MemoryConfig | None,
     steps: int,
-    reference: list[torch.Tensor],
+    reference: list[torch.Tensor] | None,
     curves: dict[tuple[str, str], dict[str, Curve]],
 ) -> tuple[dict[str, Any], list[torch.Tensor], Any]:
     """(the row, gradients of the last step, the plan): median times of a step and of its launches on the host, bytes
-    kept by the forward, peak. Variants that differ in their budgets alone share the curves that the first one measures.
+    kept by the forward, peak. Gradients are compared where there is a reference, and returned where it is empty.
+    Variants that differ in their budgets alone share the curves that the first one measures.
     """
     gc.collect()
     cuda = device.type == "cuda"
@@ -157,21 +195,27 @@ def measure(
         issued = time.perf_counter() - began
         return _now(cuda) - began, issued, kept
 
-    model.zero_grad(set_to_none=True)
-    for seed in range(WARM_UP + (MEASURED_STEPS if measured else 0)):
-        step(seed)
+    try:
         model.zero_grad(set_to_none=True)
-    if regions is not None and regions.curves:
-        curves[family] = regions.curves
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        resting = torch.cuda.memory_allocated()
-    took = []
-    for seed in range(steps):
+        for seed in range(MEASURED_STEPS + 1 if measured else WARM_UP):
+            step(seed)
+            model.zero_grad(set_to_none=True)
+        if regions is not None and regions.curves:
+            curves[family] = regions.curves
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            resting = torch.cuda.memory_allocated()
+        took = []
+        for seed in range(steps):
+            model.zero_grad(set_to_none=True)
+            took.append(step(seed))
+    except torch.OutOfMemoryError:
+        if regions is not None:
+            regions.close()
         model.zero_grad(set_to_none=True)
-        took.append(step(seed))
+        raise
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    pairs = list(zip(grads, reference, strict=bool(reference)))
+    pairs = list(zip(grads, reference or [], strict=bool(reference)))
     wrong = sum(float((mine.double() - theirs.double()).square().sum()) for mine, theirs in pairs)
     error = (wrong / max(sum(float(theirs.double().square().sum()) for _, theirs in pairs), 1e-30)) ** 0.5
     row = {
@@ -191,7 +235,7 @@ def measure(
         row["kept_mib"] = row["plan_kept_mib"]
     if regions is not None:
         regions.close()
-    return row, [g.detach().clone() for g in grads] if not reference else [], regions and regions.plan
+    return row, [g.detach().clone() for g in grads] if reference == [] else [], regions and regions.plan
 
 
 def _find(name: str) -> Callable[[torch.device, int], Workload]:

@@ -31,12 +31,12 @@ _reading = threading.local()  # .depth > 0 while a result is computed, from plac
 class Result:
     """What one node made, to be made again once."""
 
-    __slots__ = ("again", "name", "node", "takers", "values", "which")
+    __slots__ = ("again", "left", "name", "node", "savers", "values", "which")
 
     def __init__(self, name: str, node: Any, recipe: Recipe) -> None:
         self.name, self.node = name, node
         self.again, self.which = recipe.again, recipe.which(node)
-        self.takers = 0  # how often it was saved and is still to be taken
+        self.savers = self.left = 0  # how often it was saved, and is still to be taken
         self.values: Outputs | None = None
 
     def compute(self) -> Outputs:
@@ -56,9 +56,9 @@ class Result:
         value = self.values[number]
         assert value is not None
         if not getattr(_reading, "depth", 0):
-            self.takers -= 1
-        if self.takers <= 0:
-            self.values = None
+            self.left -= 1
+        if self.left == 0:
+            self.values, self.left = None, self.savers  # for another backward pass
         return value
 
 
@@ -105,7 +105,8 @@ class Saving:
         """What is kept instead of the tensor."""
         place = self.find(tensor)
         if place is not None and place.result.name in self.names:
-            place.result.takers += 1
+            place.result.savers += 1
+            place.result.left += 1
             return place
         if self.keeper.works:
             kept = self.keeper.pack(tensor)
@@ -135,14 +136,13 @@ class Saving:
         """The tensor as a result or a view of one, whichever it is."""
         if tensor.numel() * tensor.element_size() < self.least:
             return None
-        base, node, number = tensor._base, tensor.grad_fn, tensor.output_nr
-        view = None
-        if base is not None:
-            node, number = base.grad_fn, base.output_nr
-            view = (tensor.shape, tensor.stride(), tensor.storage_offset())
-        elif node is not None and node.name() == "UnsafeViewBackward0":  # of a product of more than two dimensions
-            node, number = node.next_functions[0]
-            view = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        base = tensor if tensor._base is None else tensor._base
+        node, number, is_view = base.grad_fn, base.output_nr, base is not tensor
+        if node is None:
+            return None
+        if node.name() == "UnsafeViewBackward0":  # of a product of more than two dimensions
+            (node, number), is_view = node.next_functions[0], True
+        view = (tensor.shape, tensor.stride(), tensor.storage_offset()) if is_view else None
         if node is None:
             return None
         if node not in self._results:

@@ -43,6 +43,8 @@ class Keeper:
         self.quantiser = quantiser
         self.min_bytes = min_bytes
         self.offload_bytes = offload_bytes  # 0: never
+        sizes = [size for size in (min_bytes if quantiser else 0, offload_bytes) if size]
+        self._least = min(sizes, default=1 << 62)
         self.host = HostStore()
         self.leave: set[int] = set()  # storages that are no activations
         self.seen = self.saved = 0  # bytes that came to be packed, bytes that remained of them on the device
@@ -138,12 +140,11 @@ class Keeper:
         return _Kept(packed.with_tensors(*(None for _ in packed.tensors())), self.host.put(packed.tensors()))
 
     def _eligible(self, tensor: torch.Tensor) -> bool:
-        sizes = [size for size in (self.min_bytes if self.quantiser else 0, self.offload_bytes) if size]
-        return (
-            type(tensor) is torch.Tensor
+        return (  # most are small, and this is asked of all
+            tensor.numel() * tensor.element_size() >= self._least
+            and type(tensor) is torch.Tensor
             and tensor.dtype in _FLOATS
             and tensor.layout is torch.strided
-            and tensor.nbytes >= min(sizes, default=1 << 62)
             and tensor.nbytes <= tensor.untyped_storage().nbytes()
             and tensor.untyped_storage()._cdata not in self.leave
             and not is_weight(tensor)
