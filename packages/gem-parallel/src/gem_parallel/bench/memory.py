@@ -108,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     wanted = [(args.batch, name) for name in ("none", "none again", *rest[part::parts])]
     for text in args.larger:
         batch, _, name = text.partition("=")
+        if not batch.isdigit():
+            raise SystemExit(f"--larger {text!r}: expected BATCH=NAME")
         wanted.append((int(batch), name))
     configs = [config_of("none" if name == "none again" else name, args.min_kib) for _, name in wanted]
     if any(config is not None and config.engine == "compile" for config in configs):
