@@ -10,6 +10,7 @@ from gem_kernels import most_recent
 from gem_kernels.nn import LayerNorm
 from torch import Tensor, nn
 
+from gem_model.casting import cast_once
 from gem_model.config import GemConfig
 from gem_model.dhen import DHEN
 from gem_model.dropout import Dropout
@@ -119,6 +120,12 @@ class InterFormerLayer(nn.Module):
         The first layer gets the candidate's token of each source, [B, 1 or 0, d], and prepends X_sum: these are the CLS
         tokens.
         """
+        with cast_once(self, x):
+            return self._forward(x, histories, cls)
+
+    def _forward(
+        self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, History], dict[str, Tensor]]:
         tokens = [x]
         histories, cls = dict(histories), dict(cls)
         if self.summary is not None:
