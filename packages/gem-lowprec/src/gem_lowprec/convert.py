@@ -47,6 +47,8 @@ class Conversion:
     def set_step(self, step: int, micro: int = 0) -> None:
         """Tell the layers the optimizer step (and micro batch): it selects random numbers and the steps of
         `wgrad_every`."""
+        if self.clock.leave is not None and step != self.clock.step:
+            self.clock.leave()
         self.clock.step, self.clock.micro = step, micro
 
     @property

@@ -36,6 +36,7 @@ class Clock:
 
     def __init__(self, *, step: int = 0, micro: int = 0) -> None:
         self.state = torch.tensor([step, micro], dtype=torch.int64)
+        self.leave: Callable[[], None] | None = None  # called when the next step begins
 
     @property
     def step(self) -> int:

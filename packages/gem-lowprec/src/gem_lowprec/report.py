@@ -7,8 +7,10 @@ rows say where.
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -65,10 +67,12 @@ def _power(x: Tensor) -> Tensor:
 class Watch:
     """Collects `Numerics` from converted layers; made by `watch`. A context manager: leaving it detaches."""
 
-    def __init__(self, conversion: Conversion, every: int) -> None:
+    def __init__(self, conversion: Conversion, every: int, log: Path | None = None) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
-        self.conversion, self.every = conversion, every
+        self.conversion, self.every, self.log = conversion, every, log
+        self._written = -1  # the step of the last line in the log
+        conversion.clock.leave = None if log is None else self.write
         self._latest: dict[tuple[str, str, str], tuple[int, str, Tensor]] = {}
         for name, module in conversion.modules.items():
             module.observer = _Observer(self, name)
@@ -91,6 +95,19 @@ class Watch:
             )  # fmt: skip
         return sorted(rows, key=lambda r: (not math.isnan(r.sqnr_db), r.sqnr_db))
 
+    def write(self) -> None:
+        """Append what the current step measured to the log as one line; nothing if it measured nothing."""
+        step = self.conversion.clock.step
+        if self.log is None or step == self._written or not any(s == step for s, _, _ in self._latest.values()):
+            return
+        self._written = step
+        rows = [asdict(r) for r in self.rows() if r.step == step]
+        for row in rows:  # JSON has no infinity and no NaN
+            del row["step"]
+            row.update({k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)})
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "rows": rows}) + "\n")
+
     def table(self, limit: int | None = None) -> str:
         """The first `limit` rows as aligned text."""
         cells = [
@@ -101,7 +118,10 @@ class Watch:
         return render(("layer", "operand", "format", "step", "SQNR dB", "saturated", "underflow", "amax"), cells)
 
     def close(self) -> None:
-        """Detach from the layers; the rows stay."""
+        """Detach from the layers; the rows stay, and the log gets what is not in it yet."""
+        self.write()
+        if self.conversion.clock.leave == self.write:
+            self.conversion.clock.leave = None
         for module in self.conversion.modules.values():
             if isinstance(module.observer, _Observer) and module.observer.watch is self:
                 module.observer = None
@@ -124,9 +144,11 @@ class _Observer:
         self.watch._see(self.layer, product, role, x, q)
 
 
-def watch(conversion: Conversion, *, every: int = 100) -> Watch:
+def watch(conversion: Conversion, *, every: int = 100, log: str | Path | None = None) -> Watch:
     """Measure the layers of `conversion` on the steps that `every` divides (see `Conversion.set_step`).
 
-    On the other steps the cost is one comparison per operand. It replaces an earlier watch of the same layers.
+    `log`: a file that gets a JSON line of every measured step, {"step": ..., "rows": [the fields of `Numerics`, worst
+    first; null for what is not finite]}, when the next step begins. On the other steps the cost is one comparison per
+    operand. It replaces an earlier watch of the same layers.
     """
-    return Watch(conversion, every)
+    return Watch(conversion, every, None if log is None else Path(log))

@@ -34,6 +34,8 @@ def why_not(config: RunConfig, model: nn.Module, conversion: Conversion, runtime
         return f"the parameters of a world of {runtime.world} are gathered anew for each pass, at other addresses"
     if not isinstance(model, GEM):
         return f"only GEM's layers can be replayed; this model is a {type(model).__name__}"
+    if config.lowprec.numerics_every:
+        return "lowprec.numerics_every has the layers' operands measured on some steps only"
     if config.parallel.memory.works:
         return "parallel.memory recomputes, or keeps activations in another way than the layers do"
     rules = conversion.recipe.rules

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from gem_data import Schema
+from gem_lowprec import watch
 from gem_model import ModelInputs
 from gem_model.baselines import ConstantRate, LogisticRegression
 from gem_model.ranker import Ranker
@@ -88,7 +89,7 @@ def execute(
             events.message("start", step=trainer.position.step, total=trainer.total, world=runtime.world)
             progress.note(_opening(trainer, data))
             progress.start(trainer.position.step, trainer.total)
-            with _peers(events, run):
+            with _peers(events, run), _numerics(trainer, resume=resume):
                 trainer.fit()
                 results = test(trainer, data, ())
             events.message("finished", step=trainer.position.step)
@@ -120,6 +121,20 @@ def export(run: RunDir, out: str | Path, *, rows_as: str = "float32") -> dict[st
         if trainer.runtime.world > 1:
             raise UserError("export runs in one process, without torchrun; it reads the checkpoints of any number")
         return write(trainer, data, trainer.load_best(), Path(out), rows_as=rows_as)
+
+
+@contextlib.contextmanager
+def _numerics(trainer: Trainer, *, resume: bool) -> Iterator[None]:
+    """Log how well the converted layers' operands are represented, on the first rank, if `lowprec.numerics_every`."""
+    parts = trainer.parts
+    every, log = parts.config.lowprec.numerics_every, parts.run.numerics_file
+    if not every or not parts.runtime.is_main or not parts.conversion.modules:
+        yield
+        return
+    if resume and log.exists():
+        truncate(log, trainer.position.step)
+    with watch(parts.conversion, every=every, log=log):
+        yield
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ env.json           versions, commit, device, command line
 data.json          which data: source, fingerprint, split sizes, schema
 model.json         the model as assembled: inputs, parameters, precisions, sharding
 metrics.jsonl      the training curve            events.jsonl   spans and messages
+numerics.jsonl     how well low precision represents the layers' operands, if lowprec.numerics_every asks for it
 checkpoints/       the latest states             best/          the weights with the best validation NE
 eval.json          the figures                   predictions.parquet   the test predictions
 report.html        all of it on one page
@@ -44,6 +45,7 @@ class RunDir:
         self.model_file = self.path / "model.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.events_file = self.path / "events.jsonl"
+        self.numerics_file = self.path / "numerics.jsonl"
         self.eval_file = self.path / "eval.json"
         self.predictions_file = self.path / "predictions.parquet"
         self.report_file = self.path / "report.html"

@@ -229,6 +229,30 @@ def waterfall(runs: Sequence[Run]) -> Draw:
     return draw
 
 
+def numerics(run: Run, worst: int = 6) -> Draw:
+    """The SQNR of the operands of low-precision layers over the steps, grey but for those that end lowest."""
+
+    def draw(axes: Any) -> None:
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for record in run.numerics:
+            for row in record["rows"]:
+                points = curves.setdefault(f"{row['layer']} {row['product']}.{row['tensor']}", [])
+                if row["sqnr_db"] is not None:  # exact, or not finite: the table says which
+                    points.append((record["step"], row["sqnr_db"]))
+        curves = {name: points for name, points in curves.items() if points}
+        named = sorted(curves, key=lambda name: curves[name][-1][1])[:worst]
+        for name, points in curves.items():
+            if name not in named:
+                axes.plot(*_columns(points), color="#d0d5dd", linewidth=0.6)
+        for name, colour in zip(named, COLOURS, strict=False):
+            axes.plot(*_columns(curves[name]), color=colour, marker="o", markersize=2, linewidth=1.2, label=name)
+        axes.set(xlabel="step", ylabel="SQNR (dB)", title="Low-precision operands, the worst named")
+        if named:
+            axes.legend(frameon=False, fontsize=6)
+
+    return draw
+
+
 def _columns(points: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
     return [x for x, _ in points], [y for _, y in points]
 

@@ -28,6 +28,7 @@ class Run:
     progressive: list[dict[str, Any]]
     phases: list[dict[str, Any]]  # events, of the steps that are still in the curve
     trouble: list[dict[str, Any]]
+    numerics: list[dict[str, Any]]  # of the low-precision layers, one for each step that was measured
     results: dict[str, Any] | None
     efficiency: dict[str, Any] | None  # of `gem-train bench RUN`
 
@@ -53,6 +54,7 @@ class Run:
             progressive=[r for r in records if r["kind"] == "progressive"],
             phases=[looks[step] for step in sorted(looks)],
             trouble=[e for e in events if e.get("event") in TROUBLE],
+            numerics=read(folder.numerics_file),
             results=maybe(folder.eval_file, None),
             efficiency=maybe(folder.path / "efficiency.json", None),
         )

@@ -44,6 +44,8 @@ def write_report(run: RunDir, *, png: bool = False) -> Path:
             for name, parts in of.results["slices"].items()
         ]
         body.append(section("Calibration and slices", grid(shown)))
+    if of.numerics:
+        body.append(section("Low precision", _numerics(of, figures)))
     body.append(section("Throughput and efficiency", _efficiency(of, figures)))
     body.append(section("Data and model", _facts(of.data, of.model)))
     body.append(section("Configuration", f"<pre>{html.escape(to_toml(of.config))}</pre>" + _environment(of.env)))
@@ -89,6 +91,23 @@ def _trouble(of: Run) -> str:
     more = len(of.trouble) - len(lines)
     note = f'<p class="sub">{more} earlier ones are in events.jsonl</p>' if more > 0 else ""
     return table(("event", "step", "what is known of it"), lines, text=3) + note
+
+
+def _numerics(of: Run, figures: Figures) -> str:
+    """The operands' SQNR over time, and the worst of the last measurement."""
+    last = of.numerics[-1]
+    lines = [
+        (r["layer"], f"{r['product']}.{r['tensor']}", r["spec"], cell(r["sqnr_db"]), f"{r['saturation'] or 0:.2%}",
+         f"{r['underflow'] or 0:.2%}", cell(r["amax"]))
+        for r in last["rows"][:SHOWN]
+    ]  # fmt: skip
+    note = (
+        f"Step {last['step']}, worst first: 10 log10 of signal over quantisation error; share of elements beyond the "
+        "format's largest number and share that became zero; the largest magnitude. A dash is exact, or not finite."
+    )
+    headings = ("layer", "operand", "format", "SQNR dB", "saturated", "underflow", "largest")
+    figure = figures.draw("numerics", draw.numerics(of))
+    return grid([figure]) + f'<p class="sub">{note}</p>' + table(headings, lines, text=3)
 
 
 def _efficiency(of: Run, figures: Figures) -> str:
