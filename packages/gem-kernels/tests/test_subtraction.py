@@ -15,7 +15,7 @@ ALWAYS = float("inf")  # subtract, whatever is lost
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch, device):
     if device.type == "cpu":
-        monkeypatch.setattr(subtraction, "tile", lambda *_: Tile(bm=32, bn=32))
+        monkeypatch.setattr(masked, "tile", lambda *_: Tile(bm=32, bn=32))
 
 
 def problem(device, *, level=0.0, spread=1.0, heads=2, shared=False, dtype=torch.float32):

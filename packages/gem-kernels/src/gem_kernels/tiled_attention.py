@@ -65,6 +65,35 @@ def forward_range(
     return acc, m, total
 
 
+@triton.jit
+def subtracted_tile(
+    acc, m, total, q, rows, start, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_q, len_k, max_q, max_k, scale,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The softmax of `forward_range` over a last tile of keys, which is not full: what the missing ones add to the sum
+    is subtracted, or they are masked after all (see `jagged_attention.subtraction`).
+    """
+    cols = start + tl.arange(0, BN)
+    k = load_rows(k_ptr, cols, cols < len_k, k_row, D, DP, True)
+    bias_ok = tl.where(cols < len_k, cols, max_k)  # missing keys read a bias of 0
+    s = scores(q, tl.trans(k), rows[:, None], bias_ok[None, :], len_k, max_q, max_k, 0, scale, bias_ptr,
+               -1, -1, "softmax", BIAS, False, False, False, PRECISION)  # fmt: skip
+    safe = (tl.max(s, 1) > 0.0) | (m >= -LIMIT) | (rows >= len_q)
+    surplus = (start + BN - len_k).to(tl.float32)
+    if tl.min(safe.to(tl.int32), 0) == 0:
+        s = tl.where((cols < len_k)[None, :], s, float("-inf"))
+        surplus = surplus * 0.0
+    m_new = tl.maximum(m, tl.max(s, 1))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a bias of -inf
+    p = tl.exp2(s - shift[:, None])
+    alpha = tl.exp2(m - shift)
+    total = total * alpha + (tl.sum(p, 1) - surplus * tl.exp2(-tl.maximum(shift, 0.0)))
+    v = load_rows(v_ptr, cols, cols < len_k, v_row, D, DP, True)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_new, total
+
+
 @triton.jit(do_not_specialize=["max_q", "max_k", "tiles", "left", "right"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_f32, q_offsets, k_offsets, scale, out_scale,
@@ -72,9 +101,11 @@ def forward_kernel(
     max_q, max_k, tiles, left, right,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SHARED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    NARROW: tl.constexpr, PRECISION: tl.constexpr,
+    NARROW: tl.constexpr, PRECISION: tl.constexpr, SUBTRACT: tl.constexpr = None,
 ):  # fmt: skip
-    """O and LSE of one row tile of one (sequence, head)."""
+    """O and LSE of one row tile of one (sequence, head). SUBTRACT: the limit of `subtracted_tile`, which then takes the
+    mask's place, without causal masks and windows.
+    """
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     h, b = rest % HEADS, rest // HEADS
     if SHARED:
@@ -108,9 +139,14 @@ def forward_kernel(
         acc, m, total = forward_range(
             acc, m, total, q, rows, full_lo, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
             diag, scale, left, right, D, DP, BN, ACT, BIAS, LEFT, RIGHT, False, PRECISION)  # fmt: skip
-        acc, m, total = forward_range(
-            acc, m, total, q, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
-            diag, scale, left, right, D, DP, BN, ACT, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+        if SUBTRACT is None:
+            acc, m, total = forward_range(
+                acc, m, total, q, rows, full_hi, hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_k, max_q, max_k,
+                diag, scale, left, right, D, DP, BN, ACT, BIAS, LEFT, RIGHT, True, PRECISION)  # fmt: skip
+        elif full_hi < hi:
+            acc, m, total = subtracted_tile(
+                acc, m, total, q, rows, full_hi, k_ptr, v_ptr, bias_ptr, k_row, v_row, len_q, len_k, max_q, max_k,
+                scale, D, DP, BN, BIAS, SUBTRACT, PRECISION)  # fmt: skip
     if ACT == "softmax":
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         lse = tl.where(total == 0.0, float("-inf"), (m + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN2)

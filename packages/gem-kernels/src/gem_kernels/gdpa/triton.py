@@ -151,7 +151,7 @@ def compile_cases() -> list[CompileCase]:
             }  # fmt: skip
             if phase == "dq":
                 constants["DLSE"] = False
-            constants |= {n: None for n in kernel.arg_names if n == "bias_ptr" or n.endswith("_f32")}
+            constants |= {n: None for n in kernel.arg_names if n in ("bias_ptr", "SUBTRACT") or n.endswith("_f32")}
             types, divisible = signature(kernel, name, constants)
             label = f"gdpa {phase} {name} d{dim} {activation}{' window' if window else ''}"
             cases.append(CompileCase(label, kernel, types, constants, t, divisible))

@@ -146,8 +146,10 @@ def forward(
     scale: float,
     left: int,
     right: int,
+    *,
+    subtract: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """O [Tq, H, D] and LSE [Tq, H]; see `jagged_attention`."""
+    """O [Tq, H, D] and LSE [Tq, H]; see `jagged_attention`. subtract: the limit of `subtraction.forward`."""
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
     bias = None if bias is None else bias.contiguous()
     batch, heads, dim = k_offsets.shape[0] - 1, q.shape[1], q.shape[2]
@@ -161,7 +163,7 @@ def forward(
         q, k, v, bias, out, lse, q_offsets, k_offsets, scale, 1.0,
         *strides(q, k, v), *_bias_strides(bias), max_q, max_k, tiles, left, right,
         **_constants(q, k, q_offsets, left, right), ACT="softmax", BM=t.bm, BN=t.bn, BIAS=bias is not None,
-        NARROW=narrow(left, right),
+        NARROW=narrow(left, right), SUBTRACT=subtract,
     )  # fmt: skip
     return out, lse
 
@@ -263,6 +265,7 @@ def compile_cases() -> list[CompileCase]:
                 "DLSE": False,
                 "ALL_BATCH": False,
                 "ALL_HEADS": False,
+                "SUBTRACT": None,
             }
             constants |= {key: value for key, value in extra.items() if key in kernel.arg_names}
             types, divisible = signature(kernel, name, constants)
