@@ -183,12 +183,20 @@ def test_tensors_come_back_from_the_host(quantise):
     assert [c.take()[0][0].item() for c in reversed(copies)] == [2, 1, 0]
 
 
-def test_nothing_leaks_over_a_thousand_steps():
+@pytest.mark.parametrize("engine", ["eager", "operators"])
+def test_nothing_leaks_over_a_thousand_steps(engine):
     """Recomputed, quantised and moved at once."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 8)) for _ in range(2)))
     config = MemoryConfig(
-        policy="regions", budget=0.7, quantise="fp8", quantise_min_kib=0.1, offload_min_mib=2**-11, exclude=()
+        policy="regions",
+        budget=0.7,
+        engine=engine,
+        recompute_min_kib=0.1,
+        quantise="fp8",
+        quantise_min_kib=0.1,
+        offload_min_mib=2**-11,
+        exclude=(),
     )
     regions = Regions(model, ["0", "1"], config)
     counts = []

@@ -19,9 +19,11 @@ from torch import nn
 
 @pytest.mark.parametrize("policy", ["full", "uniform", "regions"])
 @pytest.mark.parametrize("budget", [0.0, 0.3, 0.6, 0.9])
-def test_recomputed_gradients_are_bitwise_those_of_the_unchecked_model(policy, budget):
+@pytest.mark.parametrize("engine", ["eager", "operators"])
+def test_recomputed_gradients_are_bitwise_those_of_the_unchecked_model(policy, budget, engine):
     plain, model = stack(), stack()
-    regions = Regions(model, ["0", "1", "2"], MemoryConfig(policy=policy, budget=budget))
+    config = MemoryConfig(policy=policy, budget=budget, engine=engine, recompute_min_kib=1)
+    regions = Regions(model, ["0", "1", "2"], config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a budget of 0 is below the inputs
         for seed in range(MEASURED_STEPS + 2):
@@ -141,7 +143,7 @@ def two_ways(runtime, memory, more):
     "more", [{}, {"experts": 2}, {"prefetch": 1, "shard_group": 1}], ids=["fsdp", "ep", "replicas"]
 )
 def test_two_ranks_train_the_same_bits_with_recomputation(tmp_path, more):
-    memory = MemoryConfig(policy="regions", budget=0.5)
+    memory = MemoryConfig(policy="regions", budget=0.8, recompute_min_kib=0.01)
     results = run_ranks(2, __file__, "two_ways", tmp_path, memory, more)
     for (plain, state, _), (losses, other, plan) in results:
         assert losses == plain

@@ -87,6 +87,7 @@ class Saving:
     """
 
     def __init__(self, names: Collection[str], keeper: Keeper, *, least: int, module: nn.Module) -> None:
+        self._first = 0  # number of the first node of this call
         self.names, self.keeper, self.least, self.module = names, keeper, least, module
         self._results: dict[Any, Result | None] = {}  # by node
         self._count: Counter[str] = Counter()
@@ -95,6 +96,7 @@ class Saving:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Around the call. What is remembered of nodes is forgotten after it: nodes lead to these hooks."""
+        self._first = torch._C._autograd._get_sequence_nr()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpacker()):
                 yield
@@ -152,6 +154,8 @@ class Saving:
 
     def _named(self, node: Any) -> Result | None:
         recipe = recipe_of(node)
+        if recipe is not None and node._sequence_nr() < self._first:
+            return None  # it made an input: another region knows what becomes of it
         if recipe is LINEAR:
             recipe = self._linear(node)
         if recipe is None:
