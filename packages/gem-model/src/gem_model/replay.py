@@ -207,7 +207,8 @@ class Graph:
         self.wanted = [i for i, t in enumerate(self.inputs) if t.requires_grad]
         # Autograd remembers on which stream a parameter was first used, and would wait for that stream in the capture:
         # the graphs see the same memory as leaves that nobody has used before.
-        weights = {name: p.detach().requires_grad_(p.requires_grad) for name, p in replay.layers.named_parameters()}
+        named = replay.layers.named_parameters()
+        weights = {name: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for name, p in named}
         sources = [self.inputs[i] for i in self.wanted] + [p for p in weights.values() if p.requires_grad]
 
         def ahead() -> Tensor:
