@@ -208,7 +208,9 @@ class Graph:
         # Autograd remembers on which stream a parameter was first used, and would wait for that stream in the capture:
         # the graphs see the same memory as leaves that nobody has used before.
         named = replay.layers.named_parameters()
-        weights = {name: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for name, p in named}
+        weights: dict[str, Tensor] = {
+            name: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for name, p in named
+        }
         sources = [self.inputs[i] for i in self.wanted] + [p for p in weights.values() if p.requires_grad]
 
         def ahead() -> Tensor:
