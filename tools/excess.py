@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
+import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,12 +66,20 @@ def result(everyone: Sequence[Contender], names: Sequence[str], recipe: str, com
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit,
         "command": " ".join(["python", *sys.argv]),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "torchrec")},
+        "versions": versions(),
         "recipe": recipe,
         "samples": {**read_json(gem.run.data_file)["split"]},
         "optimal": {task: t["ne"] for task, t in told["optimal"].items()},
         "rows": rows,
     }
+
+
+def versions() -> dict[str, str]:
+    """What the figures were made with."""
+    import torch
+    import triton
+
+    return {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
 
 
 def card(device: str) -> str:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import io
+import platform
 import re
 import subprocess
 import sys
@@ -108,6 +108,14 @@ def plot(points: dict[str, dict[str, Any]], line: dict[str, float] | None) -> st
     return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)
 
 
+def versions() -> dict[str, str]:
+    """What the figures were made with."""
+    import torch
+    import triton
+
+    return {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+
+
 def card(device: str) -> str:
     """The GPU's name, or what there is in its place."""
     import torch
@@ -155,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": args.commit,
         "command": " ".join(["python", *sys.argv]),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "torchrec")},
+        "versions": versions(),
         "recipe": args.recipe,
         "samples": read_json(runs[sizes[0]].data_file)["split"],
         "line": line,

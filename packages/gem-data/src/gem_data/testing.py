@@ -49,6 +49,7 @@ def small_schema(*, users: int = 6, items: int = 7) -> Schema:
             Counter(name="user_since", kind="since", key=("user",)),
             Counter(name="user_lift", kind="residual", key=("user",), task="click", against="item_click"),
             Counter(name="genre_click", kind="affinity", key=("user",), task="click", over="genres", prior=3.0),
+            Counter(name="alike", kind="neighbour", key=("user",), over="item", value="action", prior=2.0),
         ),
     )
 
@@ -150,6 +151,9 @@ def brute_counter(log: EventLog, name: str, row: int) -> float:
     """One counter of one row, straight from the equation in `schema.Counter`, in float64."""
     schema = log.schema
     counter = {c.name: c for c in schema.counters}[name]
+    if counter.kind == "neighbour":
+        columns = [np.asarray(log.column(c)) for c in (*counter.key, str(counter.over), str(counter.value))]
+        return float(brute_neighbours(*columns, np.asarray(log.time), prior=counter.prior, delay=schema.delay)[row])
 
     delay = schema.delay
     if counter.task is not None:
@@ -193,6 +197,33 @@ def brute_counter(log: EventLog, name: str, row: int) -> float:
         for g in range(x.shape[1])
     ]
     return float(np.dot(x[row], elements) / x[row].sum())
+
+
+def brute_neighbours(key: Array, item: Array, value: Array, time: Array, *, prior: float, delay: int = 0) -> Array:
+    """`neighbour` of all rows, [n] float64, by looking at every pair of rows for each."""
+    v, n = value.astype(np.float64), len(key)
+    before = time[None] + delay < time[:, None]  # [of, whom]
+    usual = before @ v / np.maximum(before.sum(1), 1)
+    same = before & (item[:, None] == item)
+    x = v - (same @ v + prior * usual) / (same.sum(1) + prior)
+    own = before & (key[:, None] == key)
+    m = own @ x / (own.sum(1) + prior)
+    z = x - m
+    out = np.zeros(n)
+    for row in range(n):
+        past = np.flatnonzero(before[row])
+
+        def of(i: int, past: Array = past) -> Array:
+            return past[item[past] == i]
+
+        weight, total = 0.0, 0.0
+        for f in np.flatnonzero(own[row]):
+            pairs = [(a, b) for a in of(item[row]) for b in of(item[f]) if a != b and key[a] == key[b]]
+            size = np.sqrt((z[of(item[row])] ** 2).sum() * (z[of(item[f])] ** 2).sum())
+            s = sum(z[a] * z[b] for a, b in pairs) / (size + 1e-6) * len(pairs) / (len(pairs) + prior)
+            weight, total = weight + abs(s), total + s * (x[f] - m[row])
+        out[row] = total / (weight + 0.3)
+    return out
 
 
 class KillingCollator(Collator):

@@ -17,6 +17,7 @@ from typing import Any
 
 import gem_data.build.in_memory
 import gem_data.features.counters
+import gem_data.features.neighbours
 import numpy as np
 import pyarrow as pa
 import torch
@@ -122,7 +123,7 @@ def build(config: DataConfig, source: str) -> Path:
     else:
         module, options = synthetic, dataclasses.asdict(config.synthetic)
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
-    for code in (module, gem_data.build.in_memory, gem_data.features.counters):
+    for code in (module, gem_data.build.in_memory, gem_data.features.counters, gem_data.features.neighbours):
         key.update(Path(str(code.__file__)).read_bytes())
     folder = cache_folder(config.cache) / f"{source}-{key.hexdigest()[:16]}"
     if not folder.exists():

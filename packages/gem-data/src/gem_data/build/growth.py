@@ -138,7 +138,7 @@ def _without_late(valid: Validated, last: int) -> Validated:
 def _counters(log: EventLog, schema: Schema, columns: dict[str, Any]) -> Any:
     """Counters of the new rows, from all rows: what a build of everything would give."""
     needed = {TIME, *(t.column for t in schema.tasks)}
-    needed |= {k for c in schema.counters for k in (*c.key, *([c.over] if c.over else []))}
+    needed |= {name for c in schema.counters for name in c.columns}
     whole = {n: np.concatenate([np.asarray(log._columns[n]), columns[n]]) for n in needed}
     labels, mask = label_arrays(schema, whole)
     return compute_counters(schema, whole, whole[TIME], labels, mask)[len(log) :]

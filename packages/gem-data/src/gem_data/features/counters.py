@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gem_data.features.neighbours import neighbour_scores
 from gem_data.log.derived import first_recent
 from gem_data.schema import Counter, Schema
 from gem_data.sorting import order_of
@@ -115,7 +116,10 @@ class _Work:
 
     def earlier(self, key: tuple[str, ...], task: str | None = None) -> Earlier:
         """The earlier rows with the same key; for sums over a task's labels, those whose labels are known."""
-        delay = task_delay(self.schema, task)
+        return self.before(key, task_delay(self.schema, task))
+
+    def before(self, key: tuple[str, ...], delay: int) -> Earlier:
+        """The earlier rows with the same key, after `delay` seconds."""
         if (key, delay) not in self._earlier:
             self._earlier[key, delay] = Earlier([self.columns[k] for k in key], self.time, delay=delay)
         return self._earlier[key, delay]
@@ -165,3 +169,27 @@ class _Work:
             total += x * element
             weight += x
         return np.where(weight > 0, total / np.where(weight > 0, weight, 1.0), rate)
+
+    def _neighbour(self, counter: Counter) -> Array:
+        assert counter.over is not None
+        assert counter.value is not None
+        value = np.asarray(self.columns[counter.value], np.float64)
+        delay = value_delay(self.schema, counter.value)
+        everyone, same = self.before((), delay), self.before((counter.over,), delay)
+        usual = everyone.sum(value) / np.maximum(everyone.count(), 1.0)
+        usual = (same.sum(value) + counter.prior * usual) / (same.count() + counter.prior)
+        key = group_of([self.columns[k] for k in counter.key], len(value))
+        item = np.asarray(self.columns[counter.over])
+        return neighbour_scores(key, item, self.time, value - usual, prior=counter.prior, delay=delay)
+
+
+def value_delay(schema: Schema, value: str) -> int:
+    """Seconds after an event until counters see its outcome `value`."""
+    return max(schema.delay, schema.column(value).delay or 0)
+
+
+def group_of(keys: list[Array], n: int) -> NDArray[np.int64]:
+    """A number for each combination of the keys: [n] int64."""
+    if not keys:
+        return np.zeros(n, np.int64)
+    return np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)[1].reshape(-1)

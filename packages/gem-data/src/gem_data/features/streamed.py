@@ -29,7 +29,8 @@ def stream_counters(
 ) -> NDArray[np.float32]:
     """Write the counters of `schema` for the rows of `log` (opened without them) to `out`, .npy [n, C] float32.
 
-    A key that most rows share makes a bucket of that size, and so does a counter without a key.
+    A key that most rows share makes a bucket of that size, and so does a counter without a key. A counter of neighbours
+    has the few columns that it reads in memory, of all rows.
     """
     n, names = len(log), [c.name for c in schema.counters]
     final = new_array(out, np.float32, (n, len(names)))
@@ -40,7 +41,11 @@ def stream_counters(
     }
     base = {t: _running_rate(log, schema, t, scratch) for t in {c.task for c in schema.counters} if t is not None}
     done: set[str] = set()
-    pending = list(schema.counters)
+    for counter in schema.counters:
+        if counter.kind == "neighbour":
+            final[:, names.index(counter.name)] = _whole(log, schema, counter)
+            done.add(counter.name)
+    pending = [c for c in schema.counters if c.name not in done]
     while pending:
         group = _together(pending, done)
         pending = [c for c in pending if c not in group]
@@ -63,6 +68,19 @@ def stream_counters(
     return final
 
 
+def _whole(log: EventLog, schema: Schema, counter: Counter) -> NDArray[np.float64]:
+    """A counter that all rows take part in, from the columns that it reads as a whole."""
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in (TIME, *counter.columns)}
+    for start in range(0, len(log), CHUNK):
+        plan = log.plan(np.arange(start, min(start + CHUNK, len(log))))
+        for name, part in parts.items():
+            part.append(log.take(name, plan))
+    columns = {name: np.concatenate(part) for name, part in parts.items()}
+    nothing = np.empty((len(log), 0))
+    found: NDArray[np.float64] = _Work(schema, columns, columns[TIME], nothing, nothing).values(counter)
+    return found
+
+
 def _together(pending: list[Counter], done: set[str]) -> list[Counter]:
     """Counters of one key that can be computed in one pass, in the schema's order."""
     group: list[Counter] = []
@@ -74,7 +92,7 @@ def _together(pending: list[Counter], done: set[str]) -> list[Counter]:
 
 
 def _needed(schema: Schema, group: list[Counter]) -> list[str]:
-    names = [TIME, *group[0].key, *(c.over for c in group if c.over), *(t.column for t in schema.tasks)]
+    names = [TIME, *(name for c in group for name in c.columns), *(t.column for t in schema.tasks)]
     return list(dict.fromkeys(names))
 
 

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 Kind = Literal["id", "ids", "float", "vector", "bits"]
 Encoding = Literal["frequency", "hash"]
 Role = Literal["context", "outcome", "user", "hidden"]
-CounterKind = Literal["count", "rate", "residual", "since", "affinity"]
+CounterKind = Literal["count", "rate", "residual", "since", "affinity", "neighbour"]
 
 TIME = "time"  # every log has it: int64 seconds
 MOST_BITS = 62
+MOST_ITEMS = 8192  # that a counter of neighbours compares: 12 bytes for each pair, 768 MiB
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -132,6 +133,14 @@ class Task:
         return np.asarray(values >= self.minimum if self.minimum is not None else values == self.equals)
 
 
+_NEEDS: dict[str, set[str]] = {
+    "rate": {"task"},
+    "residual": {"task", "against"},
+    "affinity": {"task", "over"},
+    "neighbour": {"over", "value"},
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Counter:
     """A dense feature streamed over the log, from events strictly before the event's time.
@@ -147,6 +156,10 @@ class Counter:
               candidate's x_g: sum_g x_g (P_g + prior * rate) / (N_g + prior) / sum_g x_g, where N_g and P_g weigh an
               event by its x_g; the key's rate where sum_g x_g is 0
 
+    neighbour  what the key's earlier events say of the candidate through how alike the two have been taken by everyone:
+              an average of `value` less what was usual for the event's id in the column `over` and for the key, weighed
+              by a similarity of ids that is counted as the events come (gem_data.features.neighbours)
+
     Where a task is masked (`given`), an event counts neither in N nor in P of rate, residual and affinity.
     An empty key means all events.
 
@@ -160,6 +173,7 @@ class Counter:
     task: str | None = None
     over: str | None = None
     against: str | None = None
+    value: str | None = None
     prior: float = 10.0
     in_history: bool | None = None
 
@@ -170,12 +184,17 @@ class Counter:
         object.__setattr__(self, "key", (key,) if isinstance(key, str) else tuple(key))
         if not self.prior > 0:
             raise ValueError(f"counter {self.name!r} needs prior > 0, not {self.prior!r}")
-        needs = {"rate": {"task"}, "residual": {"task", "against"}, "affinity": {"task", "over"}}.get(self.kind, set())
-        for attribute in ("task", "over", "against"):
+        needs = _NEEDS.get(self.kind, set())
+        for attribute in ("task", "over", "against", "value"):
             given = getattr(self, attribute)
             if (given is not None) != (attribute in needs):
                 verb = "needs" if attribute in needs else "takes no"
                 raise ValueError(f"counter {self.name!r} of kind {self.kind!r} {verb} {attribute}, but has {given!r}")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that it reads, beside those of its task."""
+        return (*self.key, *(name for name in (self.over, self.value) if name is not None))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from gem_data.schema.columns import (
     MOST_BITS,
+    MOST_ITEMS,
     Column,
     Counter,
     Kind,
@@ -94,7 +95,9 @@ class Schema:
                 )
         if counter.task is not None:
             self.task(counter.task)
-        if counter.over is not None:
+        if counter.value is not None:
+            self._check_neighbour(counter)
+        elif counter.over is not None:
             column = self.column(counter.over)
             if column.kind != "vector" or column.role != "context":
                 raise ValueError(
@@ -104,6 +107,19 @@ class Schema:
             rates = {c.name: c for c in before if c.kind in ("rate", "affinity")}
             if counter.against not in rates:
                 raise ValueError(unknown("earlier rate counter", counter.against, rates))
+
+    def _check_neighbour(self, counter: Counter) -> None:
+        over, value = self.column(counter.over or ""), self.column(counter.value or "")
+        if over.kind != "id" or over.role != "context" or (over.cardinality or 0) > MOST_ITEMS:
+            raise ValueError(
+                f"counter {counter.name!r} compares {over.name!r} of kind {over.kind!r}, role {over.role!r} and "
+                f"cardinality {over.cardinality}: expected an 'id' column of role 'context' and at most {MOST_ITEMS}"
+            )
+        if value.role != "outcome" or value.kind not in ("id", "float") or value.vocabulary:
+            raise ValueError(
+                f"counter {counter.name!r} has value {value.name!r} of kind {value.kind!r} and role {value.role!r}; "
+                "expected an 'id' or 'float' column of role 'outcome' without a vocabulary"
+            )
 
     def _check_source(self, source: Source) -> None:
         column = self.column(source.column)

@@ -77,6 +77,7 @@ def schema() -> Schema:
             Counter(name="genre_like_rate", kind="affinity", key=("user",), task="likes", over="genres"),
             Counter(name="genre_love_rate", kind="affinity", key=("user",), task="loves", over="genres"),
             Counter(name="year_like_rate", kind="rate", key=("user", "year"), task="likes"),
+            Counter(name="neighbours", kind="neighbour", key=("user",), over="item", value="rating", prior=20.0),
         ),
     )
 
