@@ -19,11 +19,12 @@ on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
     "config",
     [
         MemoryConfig(policy="full"),
-        MemoryConfig(policy="regions", budget=0.5),
+        MemoryConfig(policy="uniform", budget=0.85, recompute_min_kib=16),
+        MemoryConfig(policy="regions", budget=0.5, engine="operators"),
         MemoryConfig(offload_min_mib=0.1),
-        MemoryConfig(policy="regions", budget=0.5, offload_min_mib=0.1),
+        MemoryConfig(policy="regions", budget=0.5, engine="operators", offload_min_mib=0.1),
     ],
-    ids=["full", "regions", "offload", "both"],
+    ids=["full", "results", "operators", "offload", "both"],
 )
 def test_on_a_card_gradients_and_random_numbers_are_the_unchecked_ones(config):
     plain, model = stack().cuda(), stack().cuda()
