@@ -98,8 +98,8 @@ class MemoryPlan:
             rows = []
             for row in data.pop("regions"):
                 point = row.pop("point")
-                for key in ("names", "again"):
-                    point[key] = None if point[key] is None else tuple(point[key])
+                point["names"] = None if point["names"] is None else tuple(point["names"])
+                point["again"] = tuple(point["again"])
                 rows.append(RegionPlan(point=Point(**point), **row))
             return cls(regions=tuple(rows), **data)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
