@@ -31,6 +31,7 @@ from gem_lowprec.rounding import Randoms, stochastic_round
 from gem_lowprec.weight import QuantizedWeight
 
 if TYPE_CHECKING:
+    from gem_lowprec.attention import attention_engine, low_precision_attention
     from gem_lowprec.block_gemm import block_matmul
     from gem_lowprec.fsdp import Gather, Gathers, quantize_gathers
     from gem_lowprec.mx_gemm import mx_matmul
@@ -70,12 +71,14 @@ __all__ = [
     "ScaleMode",
     "Watch",
     "__version__",
+    "attention_engine",
     "block_matmul",
     "convert",
     "dequantize",
     "engine",
     "get_recipe",
     "hadamard",
+    "low_precision_attention",
     "low_precision_linear",
     "mx_matmul",
     "norm_quantize",
@@ -94,7 +97,9 @@ _LATER = {
     "Gathers": "fsdp",
     "Norm": "orientations",
     "Oriented": "orientations",
+    "attention_engine": "attention",
     "block_matmul": "block_gemm",
+    "low_precision_attention": "attention",
     "mx_matmul": "mx_gemm",
     "norm_quantize": "norms",
     "quantize_both": "orientations",

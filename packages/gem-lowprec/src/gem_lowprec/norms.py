@@ -24,7 +24,7 @@ from gem_lowprec.orientations import BLOCK, Norm, _scaled, normalised, scale_con
 from gem_lowprec.quantize import FP8_1X128, QTensor, QuantSpec
 
 WIDEST = 8192
-WARP = 2048  # up to this width a warp can hold a row
+BY_HAND = (256, 512, 1024, 2048, 4096)  # widths of the kernel by hand
 ELEMENTS, WARPS = 2048, 2  # of a program: rows stay inside a warp or two, and enough programs share an SM
 
 
@@ -107,7 +107,7 @@ def norm_quantize(
         x, gain, gain if bias is None else bias, data, scale, rstd if mean is None else mean, rstd, rows, cols,
         x.stride(0), line, pitch, eps,
     )  # fmt: skip
-    if kernels.NORMS_BY_HAND and hardware(x.device) and cols <= WARP and spec.scale == "pow2":
+    if kernels.NORMS_BY_HAND and hardware(x.device) and cols in BY_HAND and spec.scale == "pow2":
         _by_hand(x, arguments, layer=bias is not None, mode=spec.mode)
     else:
         constants, tile = _constants(cols, spec, layer=bias is not None, hardware=hardware(x.device))
@@ -119,10 +119,10 @@ def norm_quantize(
 
 
 def _hand_constants(cols: int, *, layer: bool, mode: ScaleMode) -> dict[str, Any]:
-    width = max(256, triton.next_power_of_2(cols))
+    """A thread has 32 elements, or 64 where two warps would have to share the sums of a row otherwise."""
     return {
-        "RW": max(1, ELEMENTS // (2 * width)), "TK": width, "THRESHOLD": threshold(E4M3, mode), "EMAX": E4M3.emax,
-        "NORM": 2 if layer else 1,
+        "RW": max(1, 1024 // cols), "TK": cols, "W": 4 if cols > 2048 else 1, "THRESHOLD": threshold(E4M3, mode),
+        "EMAX": E4M3.emax, "NORM": 2 if layer else 1,
     }  # fmt: skip
 
 
@@ -131,10 +131,13 @@ def _by_hand(x: Tensor, arguments: tuple[Any, ...], *, layer: bool, mode: ScaleM
     from gem_lowprec.tiles import norm_kernel
 
     constants = _hand_constants(x.shape[1], layer=layer, mode=mode)
-    programs = -(-x.shape[0] // (4 * constants["RW"]))
+    programs = -(-x.shape[0] // (4 // constants["W"] * constants["RW"]))
+    x_, gain, bias, data, scale, mean, rstd, rows, _cols, x_row, _line, pitch, eps = arguments
     if programs:
         with torch.cuda.device_of(x):
-            norm_kernel[(programs,)](*arguments, **constants, num_warps=4)
+            norm_kernel[(programs,)](
+                x_, gain, bias, data, scale, mean, rstd, rows, x_row, pitch, eps, **constants, num_warps=4
+            )
 
 
 def compile_cases() -> list[CompileCase]:
@@ -144,8 +147,8 @@ def compile_cases() -> list[CompileCase]:
     from gem_lowprec.tiles import norm_kernel
 
     cases = []
-    for cols, layer in ((512, True), (1024, False), (2048, True), (4096, True)):
-        by_hand = cols <= WARP
+    for cols, layer in ((512, True), (1024, False), (2048, True), (4096, True), (768, True)):
+        by_hand = cols in BY_HAND
         kernel = norm_kernel if by_hand else _norm_rows
         if by_hand:
             constants, tile = _hand_constants(cols, layer=layer, mode=FP8_1X128.mode), Tile(bm=1, bn=cols, warps=4)

@@ -28,7 +28,8 @@ from gem_lowprec.quantize import FP8_1X128, FP8_128X128, QTensor, QuantSpec
 
 BLOCK = 128
 LINES = ("_ptr", "x_row", "row_row", "cols", "col_row")  # multiples of 16
-REGISTERS = 168  # three programs of four warps on an SM
+WARPS = 4
+REGISTERS = {4: 168, 8: 80}  # of a thread of the kernel by hand: three programs on an SM
 
 
 @triton.jit
@@ -238,7 +239,7 @@ def _hand_constants(row: QuantSpec | None, col: QuantSpec | None, *, sums: bool,
     spec = row or col or FP8_1X128
     return {
         "ROW": _way(row), "COL": _way(col), "SUMS": sums, "NORM": norm, "THRESHOLD": threshold(E4M3, spec.mode),
-        "EMAX": E4M3.emax,
+        "EMAX": E4M3.emax, "WARPS": WARPS,
     }  # fmt: skip
 
 
@@ -252,7 +253,7 @@ def _by_hand(
     if programs:
         with torch.cuda.device_of(x):
             constants = _hand_constants(row, col, sums=sums, norm=norm)
-            both_kernel[(programs,)](*arguments, **constants, num_warps=4, maxnreg=REGISTERS)
+            both_kernel[(programs,)](*arguments, **constants, num_warps=WARPS, maxnreg=REGISTERS[WARPS])
 
 
 def compile_cases() -> list[CompileCase]:
@@ -262,6 +263,7 @@ def compile_cases() -> list[CompileCase]:
     from gem_lowprec.tiles import both_kernel
 
     cases = []
+    ours = Tile(bm=BLOCK, bn=BLOCK, warps=WARPS, registers=REGISTERS[WARPS])
     for name, row, col, sums, norm in (
         ("rows", FP8_1X128, None, False, 0), ("gradient", FP8_1X128, FP8_1X128, True, 0),
         ("input", FP8_1X128, FP8_128X128, False, 0), ("weight", FP8_128X128, FP8_128X128, False, 0),
@@ -278,7 +280,7 @@ def compile_cases() -> list[CompileCase]:
                 CompileCase(
                     name=f"both orientations: {name}{' by hand' if source else ''}", kernel=kernel, signature=types,
                     constants=values, divisible=tuple(n for n in kernel.arg_names if n.endswith(LINES)), arch=(90,),
-                    tile=Tile(bm=BLOCK, bn=BLOCK, warps=4, registers=REGISTERS) if source else tile, source=source,
+                    tile=ours if source else tile, source=source,
                 )
             )  # fmt: skip
     return cases

@@ -65,21 +65,24 @@ def both_kernel(
     x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
     rows, cols, x_row, row_row, row_pitch, col_row, col_pitch,
     THRESHOLD: gl.constexpr, EMAX: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, SUMS: gl.constexpr,
-    NORM: gl.constexpr,
+    NORM: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One tile of 128 x 128 per program of four warps; scales are powers of two. ROW, COL: 1 for blocks of 1 x 128, 2
-    for the whole tile, whose scale is written once if it serves both.
+    """One tile of 128 x 128 per program of WARPS warps, 4 or 8; scales are powers of two. ROW, COL: 1 for blocks of
+    1 x 128, 2 for the whole tile, whose scale is written once if it serves both.
     """
-    L: gl.constexpr = gl.BlockedLayout([16, 8], [8, 4], [1, 4], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout([16, 32 // WARPS], [8, 4], [1, WARPS], [1, 0])
     # The same owners, transposed, rows of x first in a thread's registers.
+    REGS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0]] + ([[4, 0]] if WARPS == 4 else [])
+    STEP: gl.constexpr = 32 // WARPS
+    OWNERS: gl.constexpr = [[32, 0], [64, 0]] if WARPS == 4 else [[16, 0], [32, 0], [64, 0]]
     T: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        lane_bases=[[8, 0], [16, 0], [0, 16], [0, 32], [0, 64]],
-        warp_bases=[[32, 0], [64, 0]],
+        reg_bases=REGS,
+        lane_bases=[[STEP, 0], [2 * STEP, 0], [0, 16], [0, 32], [0, 64]],
+        warp_bases=OWNERS,
         block_bases=[],
         shape=[128, 128],
     )
-    R: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    R: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     across = gl.cdiv(cols, 128)
     tile_row = gl.program_id(0) // across
     tile_col = gl.program_id(0) - tile_row * across
@@ -127,42 +130,39 @@ def both_kernel(
 
 @gluon.jit(do_not_specialize=["rows", "pitch"])
 def norm_kernel(
-    x_ptr, gain_ptr, bias_ptr, data_ptr, scale_ptr, mean_ptr, rstd_ptr, rows, cols, x_row, data_row, pitch, eps,
-    RW: gl.constexpr, TK: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr, NORM: gl.constexpr,
+    x_ptr, gain_ptr, bias_ptr, data_ptr, scale_ptr, mean_ptr, rstd_ptr, rows, x_row, pitch, eps,
+    RW: gl.constexpr, TK: gl.constexpr, W: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
+    NORM: gl.constexpr,
 ):  # fmt: skip
-    """`norms._norm_rows` where a warp owns RW whole rows, so that no sum or maximum leaves it; four warps.
+    """`norms._norm_rows` for rows of TK features, a power of two from 256 on: W of four warps share RW rows.
 
-    Rows are [TK / 128, 128]: 16 lanes of 8 columns share a scale. TK is a power of two, at least 256.
+    Rows are [TK / 128, 128]: 16 lanes of 8 columns share a scale. Nothing is masked: behind the last row stands the
+    last row again, and whoever meets it writes the same.
     """
-    L: gl.constexpr = gl.BlockedLayout([RW, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0])
+    L: gl.constexpr = gl.BlockedLayout([RW, 1, 8], [1, 2, 16], [4 // W, W, 1], [2, 1, 0])
     OF_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
     OF_BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
     OF_COL: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, L))
-    r = gl.program_id(0) * (4 * RW) + gl.arange(0, 4 * RW, OF_ROW)
+    HEIGHT: gl.constexpr = 4 // W * RW
+    r = gl.minimum(gl.program_id(0) * HEIGHT + gl.arange(0, HEIGHT, OF_ROW), rows - 1)
     b = gl.arange(0, TK // 128, OF_BLOCK)
     c = gl.arange(0, 128, OF_COL)
     col = (b * 128)[None, :, None] + c[None, None, :]
-    inside = (r < rows)[:, None, None] & (col < cols)
     r64 = r.to(gl.int64)
-    x = gl.load(x_ptr + (r64 * x_row)[:, None, None] + col, mask=inside, other=0.0).to(gl.float32)
-    gain = gl.load(gain_ptr + col, mask=col < cols, other=0.0).to(gl.float32)
-    centred = x
+    x = gl.load(x_ptr + (r64 * x_row)[:, None, None] + col).to(gl.float32)
+    gain = gl.load(gain_ptr + col).to(gl.float32)
     if NORM == 2:
-        mean = gl.reduce(gl.reduce(x, 1, _add), 1, _add) / cols
-        mean = gl.convert_layout(mean, OF_ROW)
-        gl.store(mean_ptr + r, mean, mask=r < rows)
-        bias = gl.load(bias_ptr + col, mask=col < cols, other=0.0).to(gl.float32)
-        centred = gl.where(inside, x - mean[:, None, None], 0.0)
-    variance = gl.reduce(gl.reduce(centred * centred, 1, _add), 1, _add) / cols
+        bias = gl.load(bias_ptr + col).to(gl.float32)
+        mean = gl.convert_layout(gl.reduce(gl.reduce(x, 1, _add), 1, _add) * (1.0 / TK), OF_ROW)
+        gl.store(mean_ptr + r, mean)
+        x = x - mean[:, None, None]
+    variance = gl.reduce(gl.reduce(x * x, 1, _add), 1, _add) * (1.0 / TK)
     rstd = gl.convert_layout(gl.rsqrt(variance + eps), OF_ROW)
-    gl.store(rstd_ptr + r, rstd, mask=r < rows)
+    gl.store(rstd_ptr + r, rstd)
+    y = x * rstd[:, None, None] * gain
     if NORM == 2:
-        y = (x - mean[:, None, None]) * rstd[:, None, None] * gain + bias
-    else:
-        y = x * rstd[:, None, None] * gain
-    y = gl.where(inside, y, 0.0)
+        y = y + bias
     scale, inverse = _powers(gl.reduce(gl.abs(y), 2, _larger), THRESHOLD, EMAX)
     data = (y * inverse[:, :, None]).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-    gl.store(data_ptr + (r64 * data_row)[:, None, None] + col, data, mask=(r < rows)[:, None, None] & (col < data_row))
-    to = scale_ptr + (b.to(gl.int64) * pitch)[None, :] + r[:, None]
-    gl.store(to, scale, mask=(r < rows)[:, None] & (b < gl.cdiv(cols, 128))[None, :])
+    gl.store(data_ptr + (r64 * TK)[:, None, None] + col, data)
+    gl.store(scale_ptr + (b.to(gl.int64) * pitch)[None, :] + r[:, None], scale)

@@ -63,7 +63,8 @@ def _turned(x: Tensor, spec: QuantSpec = FP8_1X128) -> QTensor:
     return q
 
 
-def _relative(got: Tensor, exact: Tensor) -> float:
+def relative(got: Tensor, exact: Tensor) -> float:
+    """|got - exact| / |exact|."""
     return float((got.detach().double() - exact).norm() / exact.norm())
 
 
@@ -110,7 +111,7 @@ def gemm(name: str, device: torch.device, m: int, n: int, k: int) -> Problem:
     rows = slice(m - CHECKED, m)
     return Problem(
         name=name, op="gemm", what="forward", width=k, runs=runs, peers=peers, flops=2 * m * n * k,
-        nbytes=m * k + n * k + 2 * m * n, limit=3e-3, check=lambda v: _relative(runs[v]()[rows], _exact(a, b, rows)),
+        nbytes=m * k + n * k + 2 * m * n, limit=3e-3, check=lambda v: relative(runs[v]()[rows], _exact(a, b, rows)),
     )  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def wgrad(name: str, device: torch.device, m: int, n: int, k: int) -> Problem:
     return Problem(
         name=name, op="wgrad", what="backward", width=m, runs=runs, peers={"cuBLAS bf16": lambda: dy.t() @ x},
         flops=2 * m * n * k, nbytes=m * (n + k) + 4 * n * k, limit=4e-4,
-        check=lambda v: _relative(runs[v]()[rows], _exact(a, operands[v.removeprefix("block ")], rows)),
+        check=lambda v: relative(runs[v]()[rows], _exact(a, operands[v.removeprefix("block ")], rows)),
     )  # fmt: skip
 
 
@@ -236,7 +237,7 @@ def layer(name: str, device: torch.device, m: int, n: int, k: int) -> Problem:
             g.double().sum(0),
         )
         parts = (got[0][rows], got[1][rows], got[2][:64], got[3])
-        return max(_relative(p, e) for p, e in zip(parts, exact, strict=True))
+        return max(relative(p, e) for p, e in zip(parts, exact, strict=True))
 
     return Problem(
         name=name, op="linear", what="step", width=k, flops=6 * m * n * k, check=check, limit=0.06,
@@ -247,7 +248,9 @@ def layer(name: str, device: torch.device, m: int, n: int, k: int) -> Problem:
 
 def names() -> dict[str, Callable[[torch.device], Problem]]:
     """Every case by name, the main ones first, so that a run that is cut short has them."""
-    made: dict[str, Callable[[torch.device], Problem]] = {}
+    from gem_lowprec.bench import attention
+
+    made = attention.cases()
 
     def add(name: str, make: Callable[..., Problem], *sizes: int, **options: Any) -> None:
         def problem(device: torch.device) -> Problem:

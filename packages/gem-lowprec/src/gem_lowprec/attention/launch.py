@@ -1,0 +1,131 @@
+"""Host side of the FP8 forward on Hopper: configurations, descriptors and the launch. It never waits for the device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gem_kernels.hopper import tiles as tile_lists
+from gem_kernels.hopper.launch import LOG2E, head_descriptor, on_its_device, programs
+from gem_kernels.hopper.tiles import Tiles
+from gem_kernels.schedule import TileShape
+from gem_kernels.tiling import CompileCase, Tile
+from torch import Tensor
+
+from gem_lowprec.attention.operands import BLOCK, HEAD_DIMS, Operands, operand_constants
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """`consumers` warpgroups of 64 query rows; `stages` buffers of K and of V; `ahead`: the scores of the next step are
+    on their way while this one's weights are made.
+    """
+
+    consumers: int = 3
+    stages: int = 4
+    ahead: bool = False
+
+    @property
+    def shape(self) -> TileShape:
+        """The tile shape for the schedule."""
+        return TileShape(consumers=self.consumers, step=BLOCK)
+
+    def constants(self, dim: int, group: int) -> dict[str, Any]:
+        """The compile-time arguments of `forward_kernel`."""
+        return {
+            "D": dim, "NC": self.consumers, "KS": self.stages, "QS": 2, "GROUP": group, "AHEAD": self.ahead,
+            "REGS": 160 if self.consumers == 3 else 240, "LOADER_REGS": 32,
+        }  # fmt: skip
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], kind: str) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, kind))
+
+
+def _fp8(x: Tensor, shape: tuple[int, ...], block: tuple[int, ...]) -> Any:
+    """TMA descriptor of contiguous E4M3 data seen as `shape`."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    strides = [1]
+    for n in shape[:0:-1]:
+        strides.insert(0, strides[0] * n)
+    return TensorDescriptor(x.view(shape), list(shape), strides, list(block), _layout(block, "float8e4nv"))
+
+
+@on_its_device
+def _forward(
+    q: Tensor, operands: Operands, scale: float, config: Config, tiles: Tiles | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from gem_lowprec.attention.forward_kernel import forward_kernel
+
+    (rows, heads, dim), (keys, kv_heads, _) = q.shape, operands.k.shape
+    out = torch.empty(rows, heads, dim, dtype=operands.dtype, device=q.device)
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    if rows == 0:
+        return out, lse
+    if keys == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    if tiles is None:
+        tiles = tile_lists.build(operands.q_offsets, operands.k_offsets, rows, heads, config.shape)
+    lines = operands.v.numel() // BLOCK
+    k_shape, v_shape = (keys, kv_heads, dim), (lines, BLOCK)
+    forward_kernel[(programs(q.device),)](
+        _fp8(q, (rows, heads, dim), (64, 1, dim)), _fp8(operands.k, k_shape, (BLOCK, 1, dim)),
+        _fp8(operands.v, v_shape, (dim, BLOCK)), _fp8(operands.k, k_shape, (64, 1, dim)),
+        _fp8(operands.v, v_shape, (dim, 64)), head_descriptor(out, 64), out, lse, operands.q_scale, operands.kv_scale,
+        heads, kv_heads, tiles.table, tiles.count, tiles.cursor, scale * LOG2E,
+        **config.constants(dim, heads // kv_heads), num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+def compile_cases() -> list[CompileCase]:
+    """What can be built without a GPU."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from gem_lowprec.attention.forward_kernel import forward_kernel
+    from gem_lowprec.attention.operand_kernel import quantise_kernel
+
+    def desc(kind: str, gluon: str, *block: int) -> str:
+        return f"tensordesc<{kind}{list(block)},{_layout(block, gluon)!r}>"
+
+    cases = []
+    for dim in HEAD_DIMS:
+        rows = {n: desc("fp8e4nv", "float8e4nv", 64, 1, dim) for n in ("q_desc", "k_short")}
+        descriptors = rows | {
+            "k_desc": desc("fp8e4nv", "float8e4nv", BLOCK, 1, dim), "v_desc": desc("fp8e4nv", "float8e4nv", dim, BLOCK),
+            "v_short": desc("fp8e4nv", "float8e4nv", dim, 64), "o_desc": desc("bf16", "bfloat16", 64, 1, dim),
+        }  # fmt: skip
+        pointers = {"o_ptr": "*bf16", "lse_ptr": "*fp32", "q_scale_ptr": "*fp32", "kv_scale_ptr": "*fp32"}
+        pointers |= dict.fromkeys(("tiles_ptr", "count_ptr", "cursor_ptr"), "*i32")
+        small = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
+        small |= dict.fromkeys(("q_offsets", "k_offsets"), "*i64") | {"qs_ptr": "*fp32", "kvs_ptr": "*fp32"}
+        small |= dict.fromkeys(("qd_ptr", "kd_ptr", "vd_ptr"), "*u8")
+        for name, kernel, types, values in (
+            ("forward", forward_kernel, descriptors | pointers | {"scale": "fp32"}, Config().constants(dim, 1)),
+            ("operands", quantise_kernel, small, operand_constants(dim)),
+        ):
+            known = {n: "constexpr" if n in values else "i32" for n in kernel.arg_names} | types
+            cases.append(
+                CompileCase(
+                    name=f"fp8 attention {name} d{dim}", kernel=kernel, signature=known, constants=values, arch=(90,),
+                    divisible=tuple(n for n in kernel.arg_names if n.endswith(("_ptr", "_row", "_head"))),
+                    tile=Tile(bm=64, bn=BLOCK), source=GluonASTSource, defined=name == "forward",
+                )
+            )  # fmt: skip
+    return cases
+
+
+def forward(
+    operands: Operands, scale: float, *, config: Config | None = None, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """O [Tq, H, D] in the operands' dtype and LSE [Tq, H] float32; scale > 0.
+
+    tiles: the tile list of these offsets and this configuration, where several calls share one; None builds it.
+    """
+    return _forward(operands.q, operands, scale, config or Config(), tiles)
