@@ -102,7 +102,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--jobs", type=int, default=8,
         help="processes that build before anything is timed; 1 for none",
     )  # fmt: skip
-    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)  # what such a process does
+    parser.add_argument(
+        "--lock",
+        type=Path,
+        help="a file that several of these commands share: one at a time measures, none while one builds",
+    )
     parser.add_argument("--carry", type=Path, help=argparse.SUPPRESS)  # of a process that a kernel brought down
     parser.add_argument("--commit", help="recorded in the file; by default asked of git")
     parser.add_argument("--out", type=Path, help="write the benchmark file here")
@@ -111,7 +115,10 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(options.case or ()) - set(names)
     if unknown:
         parser.error(f"{options.suite} has no case {', '.join(sorted(unknown))}; expected one of {', '.join(names)}")
-    if options.suite in ("attention", "gdpa") and options.jobs > 1 and not options.carry:
+    words = sys.argv[1:] if arguments is None else arguments
+    if options.suite in ("block", "norms"):
+        return _by_turns(options, list(options.case or names), words)
+    if options.jobs > 1 and not options.carry:
         _prebuild(options, options.case or names)  # by forks: before CUDA is in use here
     if not torch.cuda.is_available():
         print("the benchmarks need a GPU, and torch sees none", file=sys.stderr)
@@ -119,13 +126,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
-    if options.warm:
-        for name in options.case:
-            _build(options, name, device)
-        return 0
-    if options.suite in ("block", "norms") and not options.gate_only and options.jobs > 1:
-        _warm(options, options.case or list(names))
-    words = sys.argv[1:] if arguments is None else arguments
     found: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
     if options.carry:
@@ -143,7 +143,15 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         print(f"{name} done after {time.monotonic() - begun:.1f} s", flush=True)
         if rows and options.out:  # after every case: a run that is cut short leaves what it has
-            _write(options.out, options.suite, options.commit or _commit(), found, rows, words)
+            _write(
+                options.out,
+                options.suite,
+                options.commit or _commit(),
+                found,
+                rows,
+                words,
+                torch.cuda.get_device_name(),
+            )
         if not carried.alive():
             return carried.go_on(words, found, rows, todo)
         torch.cuda.empty_cache()
@@ -165,34 +173,47 @@ def _activations(options: argparse.Namespace) -> list[str | None]:
     return [None] if options.suite == "attention" else list(options.activation or ("silu", "silu_poly"))
 
 
-def _warm(options: argparse.Namespace, names: list[str]) -> None:
-    """Fill the compile caches of Triton and torch by processes side by side; one that fails is heard of when its case
-    is measured.
-    """
-    begun = time.monotonic()
-    command = [sys.executable, "-m", "gem_kernels.bench", options.suite, "--warm"]
-    for option, values in (("--pass", options.passes or ()), ("--peer", options.peer)):
-        command += [word for value in values for word in (option, value)]
-    shares = [names[i :: options.jobs] for i in range(min(options.jobs, len(names)))]
-    running = [
-        subprocess.Popen(
-            [*command, *(word for name in share for word in ("--case", name))],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )
-        for share in shares
-    ]  # fmt: skip
-    for process in running:
-        process.wait()
-    print(f"built in {time.monotonic() - begun:.1f} s", flush=True)
+def _by_turns(options: argparse.Namespace, names: list[str], words: list[str]) -> int:
+    """The block and norms suites: processes build side by side, then measure one after the other."""
+    from gem_kernels.bench import turns
+
+    if options.suite == "norms" and (options.variant or options.skip or options.activation):
+        raise SystemExit("the norms suite has one variant of each case: no --variant, --skip or --activation")
+    if options.suite == "block" and options.activation:
+        raise SystemExit("the cases of the block suite have their activations: no --activation")
+    if options.suite == "norms" and (not options.peer or "torch.compile" in options.peer):
+        turns.import_compiler()
+    rows: list[dict[str, Any]] = []
+    with turns.Workers(names, max(1, options.jobs), _Suite(options), options.lock) as workers:
+        if workers.card is None:
+            print("the benchmarks need a GPU, and torch sees none", file=sys.stderr)
+            return 2
+        found = {} if options.gate_only else workers.ceilings()
+        print("ceilings:", {name: round(x, 2) for name, x in found.items()}, flush=True)
+        begun = time.monotonic()
+        for name in names:
+            rows += workers.measure(name, found)
+            print(f"{name} done after {time.monotonic() - begun:.1f} s", flush=True)
+            if rows and options.out:  # after every case: a run that is cut short leaves what it has
+                _write(options.out, options.suite, options.commit or _commit(), found, rows, words, workers.card)
+    print(_table(rows))
+    return 0
 
 
-def _build(options: argparse.Namespace, name: str, device: torch.device) -> None:
-    """Everything that a case runs, once."""
-    passes = tuple(options.passes or ("forward", "backward"))
-    if options.suite == "norms":
-        norms.warm(name, device, passes, tuple(options.peer))
-    else:
-        block.warm(name, device, passes, tuple(options.peer))
+class _Suite:
+    """What a process does for a case of the block or norms suite."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.passes = options, tuple(options.passes or ("forward", "backward"))
+
+    def build(self, name: str, device: torch.device) -> None:
+        """Everything that a case runs, once."""
+        suite = norms if self.options.suite == "norms" else block
+        suite.warm(name, device, self.passes, tuple(self.options.peer))
+
+    def measure(self, name: str, device: torch.device, ceilings: dict[str, float]) -> list[dict[str, Any]]:
+        """The case's rows."""
+        return _measure(self.options, name, device, ceilings)
 
 
 def _measure(
@@ -204,13 +225,9 @@ def _measure(
         "rounds": options.rounds, "rep": options.rep, "ceilings": found, "gate_only": options.gate_only,
     }  # fmt: skip
     if options.suite == "norms":
-        if options.variant or options.skip or options.activation:
-            raise SystemExit("the norms suite has one variant of each case: no --variant, --skip or --activation")
         return norms.measure(name, device, **shared)
     chosen: dict[str, Any] = {"only": options.variant, "skip": tuple(options.skip)}
     if options.suite == "block":
-        if options.activation:
-            raise SystemExit("the cases of the block suite have their activations: no --activation")
         return block.measure(name, device, **chosen, **shared)
     from gem_kernels.bench import suite
 
@@ -227,10 +244,11 @@ def _write(
     found: dict[str, float],
     rows: list[dict[str, Any]],
     words: list[str],
+    card: str,
 ) -> None:
-    words = _without(words, "--out", "--commit")
+    words = _without(words, "--out", "--commit", "--lock")
     result = {
-        "suite": suite, "date": datetime.date.today().isoformat(), "card": torch.cuda.get_device_name(),
+        "suite": suite, "date": datetime.date.today().isoformat(), "card": card,
         "commit": commit,
         "versions": _versions(), "command": shlex.join(["python", "-m", "gem_kernels.bench", *words]),
         "ceilings": {name: round(x, 2) for name, x in found.items()}, "rows": rows,

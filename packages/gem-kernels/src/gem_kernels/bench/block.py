@@ -25,7 +25,7 @@ from gem_kernels import (
     testing,
 )
 from gem_kernels.bench import cases, timing
-from gem_kernels.bench.norms import Outputs, Variant
+from gem_kernels.bench.variants import Outputs, Variant
 from gem_kernels.gdpa import ACTIVATIONS
 
 HEADS, BLOCK, BASE = 4, 64, 1e4
