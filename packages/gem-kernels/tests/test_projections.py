@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from gem_kernels import Turn, gated_heads, rotary_heads
+from gem_kernels import Turn, gated_heads, jagged_attention, rotary_heads
 from gem_kernels.nn import PMA, NormLinear
-from gem_kernels.projections import triton
-from gem_kernels.testing import loop_rope, poisoned, relative_error
+from gem_kernels.projections import key_value, side_by_side, triton
+from gem_kernels.testing import loop_rope, offsets_of, poisoned, relative_error
 from gem_kernels.tiling import Tile
 
 EPS = 1e-3
@@ -119,6 +119,42 @@ def test_values_are_not_copied(device):
     packed = normal(5, 24, seed=1, dtype=torch.float32, device=device)
     *_, v = rotary_heads(packed, 2, [None, None], backend="triton")
     assert v.data_ptr() == packed[:, 16:].data_ptr()
+
+
+def test_keys_and_values_are_views_and_so_are_their_gradients(device):
+    packed = normal(5, 24, seed=1, dtype=torch.float32, device=device)
+    k, v = key_value(packed, 2)
+    assert side_by_side(k, v)
+    assert torch.equal(torch.stack((k, v), dim=1).flatten(1), packed)
+    both = torch.randn(5, 2, 2, 6, device=device)
+    for dk, dv, copied in (
+        (*both.unbind(1), False), (both[:, 0].contiguous(), both[:, 1], True), (*both.flip(1).unbind(1), False)
+    ):  # fmt: skip
+        (gradient,) = torch.autograd.grad(key_value(packed, 2), packed, (dk, dv))
+        assert torch.equal(gradient, torch.stack((dk, dv), dim=1).flatten(1))
+        assert (gradient.untyped_storage().data_ptr() != dk.untyped_storage().data_ptr()) == copied
+    (gradient,) = torch.autograd.grad(key_value(packed, 2)[0].sum(), packed)
+    assert torch.equal(gradient, torch.tensor([1.0, 0.0], device=device).repeat_interleave(12).expand(5, 24))
+    with pytest.raises(ValueError, match="a multiple of 10"):
+        key_value(packed, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("queries", "longest"), [(200, 150), (40, 150), (200, 50)])
+def test_gradients_of_packed_keys_and_values_are_those_of_copies(queries, longest):
+    lengths = [longest, 0, 7, 64 if longest > 64 else 1]
+    packed = normal(sum(lengths), 4 * 128, seed=1, dtype=torch.bfloat16, device="cuda")
+    q = normal(queries, 2, 128, seed=2, dtype=torch.bfloat16, device="cuda")
+    at = offsets_of(lengths, "cuda")
+    found = []
+    for copied in (False, True):
+        k, v = (x.clone() if copied else x for x in key_value(packed, 2))
+        out = jagged_attention(q, k, v, None, at, queries, longest)
+        upstream = normal(*out.shape, seed=3, dtype=torch.bfloat16, device="cuda").detach()
+        found.append(torch.autograd.grad(out, (packed, q), upstream))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])

@@ -15,6 +15,7 @@ from gem_kernels.norms import layer_norm, qk_norm, rms_norm
 from gem_kernels.projections import Turn, gated_heads, rotary_heads
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
+from gem_kernels.stream import norm_rows
 
 __all__ = [
     "Rope",
@@ -36,6 +37,7 @@ __all__ = [
     "most_recent",
     "nn",
     "norm_linear",
+    "norm_rows",
     "qk_norm",
     "rms_norm",
     "rope",

@@ -16,7 +16,9 @@ from gem_kernels.gdpa import gdpa
 from gem_kernels.gdpa.activations import check_activation
 from gem_kernels.jagged_attention import jagged_attention
 from gem_kernels.norms import layer_norm, rms_norm
+from gem_kernels.projections import key_value
 from gem_kernels.rotary import rope
+from gem_kernels.stream import norm_rows
 
 Window = tuple[int | None, int | None] | None
 
@@ -38,6 +40,20 @@ class RMSNorm(nn.Module):
         """[..., C] -> [..., C] in x's dtype; with a residual, the norm of x + residual, and that sum."""
         return rms_norm(x, self.weight, eps=self.eps, residual=residual, residual_bias=residual_bias)
 
+    def rows(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+        offsets: Tensor | None = None,
+        recent: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `norm_rows`."""
+        return norm_rows(
+            x, self.weight, kind="rms", eps=self.eps, residual=residual, residual_bias=residual_bias, offsets=offsets,
+            recent=recent,
+        )  # fmt: skip
+
     def extra_repr(self) -> str:
         """Shown in the module's repr."""
         return f"{self.dim}, eps={self.eps}"
@@ -52,6 +68,20 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Any:
         """[..., C] -> [..., C] in x's dtype; with a residual, the norm of x + residual, and that sum."""
         return layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual, residual_bias=residual_bias)
+
+    def rows(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+        offsets: Tensor | None = None,
+        recent: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `norm_rows`."""
+        return norm_rows(
+            x, self.weight, self.bias, kind="layer", eps=self.eps, residual=residual, residual_bias=residual_bias,
+            offsets=offsets, recent=recent,
+        )  # fmt: skip
 
 
 class NormLinear(nn.Module):
@@ -346,7 +376,7 @@ class PMA(nn.Module):
 
     def pooled(self, kv: Tensor, offsets: Tensor, max_len: int) -> Tensor:
         """Projected keys and values [T, 2 H D] -> [B, queries, out_dim]."""
-        k, v = kv.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+        k, v = key_value(kv, self.heads)
         q = self.queries.to(k.dtype)  # [Lq, H, D]
         tensors = (q, k, v, None, offsets, q.shape[0], max_len)
         if self.activation is None:

@@ -7,6 +7,7 @@ launching the kernels. What it buys is needed by torch.compile, export, fake ten
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,25 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 PLAIN = (Tensor, nn.Parameter)
 
 
+def _contiguous(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What compilers are promised by the fakes; eager callers may get views."""
+
+    @functools.wraps(run)
+    def promised(*args: Any) -> Any:
+        out = run(*args)
+        if isinstance(out, (tuple, list)):
+            return type(out)(x.contiguous() if isinstance(x, Tensor) else x for x in out)
+        return out.contiguous() if isinstance(out, Tensor) else out
+
+    return promised
+
+
 class Operator:
     """`gem_kernels::<name>`: calls like the function that it is made of; takes positional arguments alone."""
 
     def __init__(self, name: str, run: Callable[..., Any], schema: str | None = None) -> None:
         self.name, self._run = f"gem_kernels::{name}", run
-        self._custom = torch.library.custom_op(self.name, run, mutates_args=(), schema=schema)
+        self._custom = torch.library.custom_op(self.name, _contiguous(run), mutates_args=(), schema=schema)
         self._apply: Callable[..., Any] = run
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:

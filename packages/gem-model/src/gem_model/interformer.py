@@ -70,11 +70,12 @@ class Tower(nn.Module):
         history, cls = self.sequence(history, cls, x_sum)
         parts = [cls]
         if self.pma is not None:
-            pooled, history = pool(self.pma, history)
-            parts.append(pooled)
-        history = history.settled()
-        if self.recent:
-            parts.append(most_recent(history.tokens, history.offsets, self.recent))
+            pooled, history, latest = pool(self.pma, history, self.recent)
+            parts += [pooled] if latest is None else [pooled, latest]
+        else:
+            history = history.settled()
+            if self.recent:
+                parts.append(most_recent(history.tokens, history.offsets, self.recent))
         return history, cls, self.leave(self.gating(self.norm(_together(parts))))
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
+from gem_kernels import most_recent
 from gem_kernels.nn import PMA, LayerNorm, NormLinear
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
 from gem_model.interaction import TokenMix, mix_tokens
-from gem_model.projection import plain
+from gem_model.projection import hooked, plain
 from gem_model.sequence import History
 
 KRONECKER_TERMS = 2
@@ -41,14 +42,37 @@ class SeedPooling(nn.Module):
         max_len: int,
         residual: Tensor | None = None,
         residual_bias: Tensor | None = None,
+        recent: int = 0,
     ) -> Any:
-        """Tokens [T, d] of offsets [B + 1] -> [B, q, d]; with a residual, of s + residual, and that sum as well."""
-        if residual is None:
-            z, *total = (self.read(s, offsets, max_len),)
+        """Tokens [T, d] of offsets [B + 1] -> [B, q, d]; with a residual, of s + residual, and that sum as well; with
+        ``recent``, also the most recent rows of that, [B, recent, d].
+        """
+        if watched(self.read):
+            z, *others = self._read(s, offsets, max_len, residual, residual_bias, recent)
         else:
-            z, *total = self.read(s, offsets, max_len, residual, residual_bias)
-        pooled = self._combine(self.norm(z))
-        return (pooled, *total) if total else pooled
+            kv = self.read.kv
+            normal, *others = kv.norm.rows(s, residual, residual_bias, offsets, recent)  # type: ignore[operator, union-attr]
+            z = self.read.pooled(kv.linear(normal), offsets, max_len)  # type: ignore[operator]
+        pooled, (total, latest) = self._combine(self.norm(z)), others
+        if recent:
+            return pooled, total, latest
+        return pooled if residual is None else (pooled, total)
+
+    def _read(
+        self,
+        s: Tensor,
+        offsets: Tensor,
+        max_len: int,
+        residual: Tensor | None,
+        residual_bias: Tensor | None,
+        recent: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The seeds' answers by the module as it is."""
+        if residual is None:
+            z, total = self.read(s, offsets, max_len), s
+        else:
+            z, total = self.read(s, offsets, max_len, residual, residual_bias)
+        return z, total, most_recent(total, offsets, recent) if recent else None
 
     def _combine(self, z: Tensor) -> Tensor:
         """sum_r A_r Z B_r, [B, s, d] -> [B, q, d]. Every A_r comes first: it leaves fewer tokens to B_r, and one
@@ -71,14 +95,27 @@ def make_pool(config: GemConfig) -> nn.Module | None:
     return None
 
 
-def pool(module: nn.Module, history: History) -> tuple[Tensor, History]:
-    """What a pooling makes of the tokens, [B, q, d], and the history with the tokens settled."""
+def watched(reader: PMA) -> bool:
+    """Whether the parts of a pooling must be called as modules: a precision recipe's, or those that have hooks."""
+    kv = reader.kv
+    return type(kv) is not NormLinear or hooked(reader) or hooked(kv) or hooked(kv.norm) or hooked(kv.linear)
+
+
+def pool(module: nn.Module, history: History, recent: int) -> tuple[Tensor, History, Tensor | None]:
+    """What a pooling makes of the tokens, [B, q, d], the history with the tokens settled, and the most recent of them,
+    [B, recent, d], if asked for.
+    """
     at = (history.offsets, history.max_len)
-    if history.more is None:
-        return module(history.tokens, *at), history
     reader = module.read if isinstance(module, SeedPooling) else module
-    if type(reader.kv) is NormLinear:
-        pooled, tokens = module(history.tokens, *at, history.more, history.more_bias)
-    else:  # of a precision recipe
-        pooled, tokens = module(history.tokens, *at, history.whole)
-    return pooled, history.settled(tokens)
+    more, bias = history.more, history.more_bias
+    if more is not None and type(reader.kv) is not NormLinear:  # of a precision recipe
+        more, bias = history.whole, None
+    if isinstance(module, SeedPooling) and recent:
+        pooled, tokens, latest = module(history.tokens, *at, more, bias, recent)
+        return pooled, history.settled(tokens), latest
+    if more is None:
+        pooled = module(history.tokens, *at)
+    else:
+        pooled, tokens = module(history.tokens, *at, more, bias)
+        history = history.settled(tokens)
+    return pooled, history, most_recent(history.tokens, history.offsets, recent) if recent else None

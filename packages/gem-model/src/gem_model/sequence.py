@@ -60,16 +60,14 @@ class History:
 
 def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, History]:
     """What a layer makes of the tokens, [T, out], its bias as :func:`project` gives it, and the history settled."""
-    plain = type(layer) is NormLinear and not hooked(layer)
-    args: list[Tensor | None] = [history.tokens]
-    if history.more is not None:
-        more = history.more if plain else history.whole
-        args += [more.to(history.tokens.dtype)] + ([history.more_bias] if plain else [])
-    out = layer.norm(*args) if plain else layer(*args)
-    if history.more is not None:
-        out, tokens = out
-        history = history.settled(tokens)
-    return (*project(layer.linear, out), history) if plain else (out, None, history)
+    if type(layer) is NormLinear and not hooked(layer) and not hooked(layer.norm):
+        more = None if history.more is None else history.more.to(history.tokens.dtype)
+        out, tokens, _ = layer.norm.rows(history.tokens, more, history.more_bias)  # type: ignore[operator]
+        return (*project(layer.linear, out), history.settled(tokens))
+    if history.more is None:
+        return layer(history.tokens), None, history
+    out, tokens = layer(history.tokens, history.whole.to(history.tokens.dtype))
+    return out, None, history.settled(tokens)
 
 
 def uniform_offsets(batch: int, count: int, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from gem_kernels.hopper.launch import LOG2E, head_descriptor, on_its_device, pad
 from gem_kernels.hopper.pre_post import clear_without_keys, row_statistics
 from gem_kernels.hopper.query_gradient import query_gradient_kernel
 from gem_kernels.hopper.short_backward import short_backward_kernel
+from gem_kernels.projections import side_by_side
 from gem_kernels.schedule import TileShape
 
 BLOCK = 64  # queries and keys of a block of dS
@@ -153,14 +154,18 @@ def backward(
     q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale: float, *,
     act: str, out_scale: float, left: int = -1, right: int = -1, config: BackwardConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV in the shapes of q, k, v (contiguous). `out` and `lse` are needed for softmax only.
+    """dQ, dK, dV in the shapes of q, k, v: contiguous, or dK and dV side by side where K and V are. `out` and `lse` are
+    needed for softmax only.
 
     `q_offsets=None`: q [L, H, D] serves every sequence, whose gradients are summed in a fixed order.
     """
     group, batch = q.shape[1] // k.shape[1], k_offsets.shape[0] - 1
     assert config.fits(max_q, max_k, group)
     total = dout.shape[0]
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    if side_by_side(k, v):
+        dk, dv = torch.empty(k.shape[0], 2, *k.shape[1:], dtype=k.dtype, device=k.device).unbind(1)
+    else:
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     if total == 0 or k.shape[0] == 0:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device), dk.zero_(), dv.zero_()
     dq = torch.empty(dout.shape, dtype=q.dtype, device=q.device)
@@ -262,7 +267,7 @@ def _short(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tens
     loads = _loads(p, p.statistics(query_blocks, config.own != "keys"))
     short_backward_kernel[(2 * programs(dq.device),)](
         *loads, *(head_descriptor(x, BLOCK) for x in (dq, dk, dv)),
-        dq, dk, dv, heads * dim, p.k.shape[1] * dim, tiles.table, tiles.count, query_blocks, p.left, p.right,
+        dq, dk, dv, heads * dim, dk.stride(0), tiles.table, tiles.count, query_blocks, p.left, p.right,
         p.inner_scale, p.scale * p.out_scale, p.out_scale, p.scale * p.out_scale,
         **p.constants(config), num_warps=4, maxnreg=128,
     )  # fmt: skip
@@ -283,7 +288,7 @@ def _stream(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Ten
     masked = max(p.left, p.right) >= 0
     for first, last in work.windows:
         backward_kernel[(programs(dq.device),)](
-            *loads, ds, dk_out, dv_out, dk, dv, p.k.shape[1] * dim,
+            *loads, ds, dk_out, dv_out, dk, dv, dk.stride(0),
             tiles.table, tiles.count, tiles.cursor, p.k_offsets if masked else tiles.count,
             first, last, work.query_blocks, work.window_blocks, work.key_blocks, p.left, p.right,
             p.inner_scale, p.out_scale, p.scale * p.out_scale, **p.constants(config), num_warps=4,

@@ -20,7 +20,7 @@ from gem_kernels.checks import FLOATS
 from gem_kernels.operator import operator
 from gem_kernels.projections import reference
 
-__all__ = ["Turn", "gated_heads", "rotary_heads"]
+__all__ = ["Turn", "gated_heads", "key_value", "rotary_heads"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +137,35 @@ def rotary_heads(
     return _Rotary.apply(packed, bias, *weights, len(weights), heads, positions, bases, readers, float(eps), name)  # type: ignore[no-any-return]
 
 
+def key_value(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """The two parts of [k || v] = packed as they are: views [T, H, D] of [T, 2 H D].
+
+    Their gradients become one without a copy where they lie side by side, as our Hopper kernels write them for keys and
+    values that do.
+
+    Raises:
+        ValueError: where packed is not [T, a multiple of 2 H].
+    """
+    if packed.dim() != 2 or heads < 1 or packed.shape[1] % (2 * heads):
+        raise ValueError(f"packed must be [T, a multiple of {2 * heads}]; got {tuple(packed.shape)}")
+    if torch.compiler.is_compiling():
+        k, v = packed.unflatten(1, (2, heads, -1)).unbind(1)
+        return k, v
+    return _KeyValue.apply(packed, heads)  # type: ignore[no-any-return]
+
+
+def side_by_side(k: Tensor, v: Tensor) -> bool:
+    """Whether k and v [T, H, D] are the two halves of the rows of one [T, 2 H D] matrix."""
+    _, heads, dim = k.shape
+    return (
+        k.shape == v.shape
+        and k.dtype == v.dtype
+        and k.stride() == v.stride() == (2 * heads * dim, dim, 1)
+        and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        and v.storage_offset() - k.storage_offset() == heads * dim
+    )
+
+
 def _check(packed: Tensor, heads: int, before: int, weights: Sequence[Tensor | None], eps: float) -> None:
     if packed.dtype not in FLOATS:
         raise TypeError(f"packed must be float16, bfloat16, float32 or float64; got {packed.dtype}")
@@ -158,6 +187,21 @@ def _check_bias(bias: Tensor | None, packed: Tensor) -> None:
 def _check_weight(name: str, weight: Tensor, dim: int) -> None:
     if weight.shape != (dim,) or weight.dtype not in FLOATS:
         raise ValueError(f"{name} must be floating [{dim}]; got {tuple(weight.shape)} {weight.dtype}")
+
+
+class _KeyValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        k, v = packed.view(packed.shape[0], 2, heads, packed.shape[1] // (2 * heads)).unbind(1)
+        return k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, None]:
+        rows, heads, dim = dk.shape
+        if side_by_side(dk, dv):
+            return dk.as_strided((rows, 2 * heads * dim), (2 * heads * dim, 1)), None
+        return torch.stack((dk, dv), dim=1).view(rows, 2 * heads * dim), None
 
 
 class _Gated(torch.autograd.Function):

@@ -15,7 +15,17 @@ from torch import Tensor
 from gem_kernels import tiling
 from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature
 
-__all__ = ["add", "applies", "compile_cases", "concat", "most_recent", "most_recent_backward", "segment_sum", "split"]
+__all__ = [
+    "add",
+    "add_to_most_recent",
+    "applies",
+    "compile_cases",
+    "concat",
+    "most_recent",
+    "most_recent_backward",
+    "segment_sum",
+    "split",
+]
 
 applies = tiling.applies_to_dtype
 
@@ -77,6 +87,26 @@ def _recent_backward_kernel(
     base = sequence * dout_batch + back * dout_row
     for first in range(0, C, BN):
         _store(dvalues_ptr, _load(dout_ptr, base, 1, taken, first, C, BN), row, inside, first, C, BN)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _recent_add_kernel(
+    dout_ptr, values_ptr, row_offsets, dout_batch, dout_row, values_row, rows,
+    K: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inside = row < rows
+    sequence = row // K
+    begin = tl.load(row_offsets + sequence, mask=inside, other=0).to(tl.int64)
+    at = tl.load(row_offsets + sequence + 1, mask=inside, other=0).to(tl.int64) - 1 - row % K
+    there = inside & (at >= begin)
+    base = sequence * dout_batch + row % K * dout_row
+    for first in range(0, C, BN):
+        x = _load(values_ptr, at, values_row, there, first, C, BN).to(tl.float32)
+        x += _load(dout_ptr, base, 1, there, first, C, BN).to(tl.float32)
+        column = first + tl.arange(0, BN)
+        place = values_ptr + at[:, None] * values_row + column[None, :]
+        tl.store(place, x.to(values_ptr.dtype.element_ty), mask=there[:, None] & (column < C)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "steps"])
@@ -181,6 +211,17 @@ def most_recent_backward(dout: Tensor, offsets: Tensor, total: int) -> Tensor:
     return dvalues
 
 
+def add_to_most_recent(values: Tensor, dout: Tensor, offsets: Tensor) -> None:
+    """values [T, C], in place, plus what `most_recent_backward` makes of [B, k, C]."""
+    dout, (batch, k, width) = rows_of(dout), dout.shape
+    t = tile(width)
+    launch(
+        _recent_add_kernel, triton.cdiv(batch * k, t.bm), values.device, t,
+        dout, values, offsets.contiguous(), *dout.stride()[:2], values.stride(0), batch * k,
+        K=k, C=width, BM=t.bm, BN=t.bn,
+    )  # fmt: skip
+
+
 def _join(a: Tensor, b: Tensor, out: Tensor, a_offsets: Tensor, offsets: Tensor, split: bool) -> None:
     rows, width = out.shape
     t = tile(width)
@@ -243,6 +284,7 @@ def compile_cases() -> list[CompileCase]:
         for name, kernel, extra in (
             ("recent", _recent_kernel, {"K": 16}),
             ("recent backward", _recent_backward_kernel, {"K": 16}),
+            ("recent add", _recent_add_kernel, {"K": 16}),
             ("concat", _join_kernel, {"SPLIT": False}),
             ("split", _join_kernel, {"SPLIT": True}),
             ("add", _add_kernel, {}),

@@ -3,6 +3,7 @@
     attention   padded    torch's scaled_dot_product_attention over the padded batch, padded keys masked
                 varlen    torch.nn.attention.varlen.varlen_attn (FlashAttention-2), CUDA, 16 bit
                 kernel    gem_kernels.jagged_attention, on the backend that its dispatch chooses
+                fp8       gem_lowprec.low_precision_attention between events, as `kernel` for few queries
     ffn         padded    the personalised FFN's act(Q K^T) V as two batched products over the padded batch
                 kernel    gem_kernels.gdpa
     rope        torch     the rotary embedding in plain PyTorch
@@ -29,14 +30,15 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from gem_kernels import block_attention, jagged, jagged_attention, layer_norm, rope
+from gem_kernels import block_attention, jagged, jagged_attention, layer_norm, most_recent, rope
 from gem_kernels.gdpa.activations import ACTIVATIONS
 from gem_kernels.nn import PMA, LayerNorm
+from gem_lowprec import low_precision_attention
 from gem_model.projection import with_bias
 from gem_model.sequence import History, HistoryAttention, PersonalisedFFN, SequenceLayer, uniform_offsets
 from torch import Tensor, nn
 
-Attention = Literal["padded", "varlen", "kernel"]
+Attention = Literal["padded", "varlen", "kernel", "fp8"]
 Ffn = Literal["padded", "kernel"]
 Rotary = Literal["torch", "kernel"]
 Norm = Literal["torch", "dispatch", "kernel"]
@@ -132,6 +134,18 @@ def torch_varlen(
     return out[0] if isinstance(out, tuple) else out
 
 
+def fp8_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int,
+    *, causal: bool = False, window: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """`jagged_attention` with E4M3 operands where queries are many enough to be worth quantising the keys for."""
+    args = (q, k, v, q_offsets, k_offsets, max_q, max_k)
+    attend = jagged_attention if q_offsets is None or max_q < FEW_QUERIES else low_precision_attention
+    out = attend(*args, causal=causal, window=window)
+    assert isinstance(out, Tensor)
+    return out
+
+
 def padded_gdpa(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, max_q: int, personal: int, activation: str
 ) -> Tensor:
@@ -147,7 +161,9 @@ ATTENTION: dict[str, Callable[..., Any]] = {
     "padded": padded_sdpa,
     "varlen": torch_varlen,
     "kernel": jagged_attention,
+    "fp8": fp8_attention,
 }
+FEW_QUERIES = 128  # CLS tokens and learned queries: reading the keys is all that they cost
 
 
 # The modules.
@@ -257,6 +273,16 @@ class PeerNorm(LayerNorm):
             residual_bias=residual_bias,
             backend="triton" if self.operators.norm == "kernel" else None,
         )
+
+    def rows(
+        self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None,
+        offsets: Tensor | None = None, recent: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """As `LayerNorm.rows`."""
+        if self.operators.norm != "torch":
+            return super().rows(x, residual, residual_bias, offsets, recent)
+        y, total = (self(x), x) if residual is None else self(x, residual, residual_bias)
+        return y, total, most_recent(total, offsets, recent) if recent else None
 
 
 class PeerLayer(SequenceLayer):

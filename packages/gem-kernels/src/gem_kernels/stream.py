@@ -1,0 +1,140 @@
+"""Rows of a residual stream that several readers share: what they send back meets in the norm's backward pass.
+
+A row of the stream is normed for one reader, passed on to the next sum, and the last rows of every sequence are taken
+out for a third. As operators of their own these send back three gradients, of which autograd makes one in passes over
+memory that move more than the operators themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gem_kernels import dispatch, norms, sequences
+
+__all__ = ["norm_rows"]
+
+
+def norm_rows(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    kind: Literal["rms", "layer"],
+    eps: float,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    offsets: Tensor | None = None,
+    recent: int = 0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`rms_norm` or `layer_norm` of h = x + residual, h itself, and `most_recent` of h.
+
+    Args:
+        x: [T, C], see `rms_norm`.
+        weight, bias, eps, residual, residual_bias: see there.
+        kind: which norm.
+        offsets: [B + 1], for `recent`.
+        recent: k of `most_recent`; 0 for none.
+        backend: of the norm: "reference" or "triton"; None lets `dispatch` choose.
+
+    Returns:
+        y [T, C]; h [T, C], which without a residual is x; the most recent rows [B, k, C] or None.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `rms_norm`, `layer_norm` and `most_recent`.
+    """
+    if kind not in ("rms", "layer"):
+        raise ValueError(f"kind must be 'rms' or 'layer'; got {kind!r}")
+    if x.dim() != 2:
+        raise ValueError(f"x must be [T, C]; got {tuple(x.shape)}")
+    if recent and offsets is None:
+        raise ValueError("the most recent rows need offsets")
+    norms._check(x, residual, weight, bias, residual_bias, eps)
+    name = dispatch.choose("norms", x, backend, (f"norm:{kind}", *(["residual"] if residual is not None else ())))
+    if name == dispatch.REFERENCE or torch.compiler.is_compiling():
+        found = norms._norm(x, residual, residual_bias, weight, bias, kind, eps, False, backend)
+        y, total = (found, x) if isinstance(found, Tensor) else found
+        latest = None
+    elif recent:
+        assert offsets is not None
+        sequences._check_offsets("offsets", offsets, x, False)
+        y, total, latest = _Recent.apply(
+            x, residual, residual_bias, weight, bias, offsets, recent, kind, float(eps), name
+        )
+    else:
+        (y, total), latest = _Rows.apply(x, residual, residual_bias, weight, bias, kind, float(eps), name), None
+    if recent and latest is None:
+        assert offsets is not None
+        latest = sequences.most_recent(total, offsets, recent)
+    return y, total, latest
+
+
+def _forward(
+    ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float,
+    name: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ctx.set_materialize_grads(False)
+    ctx.rest = (kind, eps, False, name)
+    ctx.residual = residual is not None
+    y, total = norms._forward(x, residual, weight, bias, *ctx.rest)
+    return y, total if ctx.residual else x.view_as(x)
+
+
+def _backward(
+    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, total: Tensor, *vectors: Tensor | None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The gradient of h and those of weight, bias and residual_bias."""
+    dy = torch.zeros_like(total) if dy is None else dy
+    if vectors[2] is None:
+        dx, *found = norms._backward(dy, dtotal, total, *vectors[:2], *ctx.rest)
+        found.append(None)
+    else:
+        dx, *found = norms._backward_with_sums(dy, dtotal, total, *vectors, *ctx.rest)
+    return dx, [None if v is None else d for v, d in zip(vectors, found, strict=True)]
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, residual_bias: Tensor | None, weight: Tensor | None,
+        bias: Tensor | None, *rest: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        y, total = _forward(ctx, x, residual, weight, bias, *rest)
+        ctx.save_for_backward(total if ctx.residual else x, weight, bias, residual_bias)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        dx, (dweight, dbias, dsums) = _backward(ctx, dy, dtotal, *ctx.saved_tensors)
+        return dx, dx if ctx.residual else None, dsums, dweight, dbias, *(None,) * 3
+
+
+class _Recent(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, residual_bias: Tensor | None, weight: Tensor | None,
+        bias: Tensor | None, offsets: Tensor, recent: int, *rest: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        y, total = _forward(ctx, x, residual, weight, bias, *rest)
+        ctx.save_for_backward(total if ctx.residual else x, weight, bias, residual_bias, offsets)
+        latest = dispatch.module("sequences", ctx.rest[3]).most_recent(total, offsets, recent)
+        return y, total, latest
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dlatest: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        *saved, offsets = ctx.saved_tensors
+        dx, (dweight, dbias, dsums) = _backward(ctx, dy, dtotal, *saved)
+        if dlatest is not None:
+            dispatch.module("sequences", ctx.rest[3]).add_to_most_recent(dx, dlatest, offsets)
+            if dsums is not None:  # h holds the bias in these rows, too
+                there = torch.arange(dlatest.shape[1], device=dx.device) < offsets.diff()[:, None]
+                dsums += (dlatest.flatten(0, 1).t() @ there.flatten().to(dlatest.dtype)).to(dsums.dtype)
+        return dx, dx if ctx.residual else None, dsums, dweight, dbias, *(None,) * 5
