@@ -6,22 +6,26 @@ that comes before any time.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gem_lowprec.bench.timing import Run
 from gem_lowprec.block_gemm import CONFIGS, block_matmul
+from gem_lowprec.convert import convert
 from gem_lowprec.linear import LowPrecisionLinear
 from gem_lowprec.norms import norm_quantize
 from gem_lowprec.orientations import quantize_both
 from gem_lowprec.products import Products
 from gem_lowprec.quantize import FP8_1X128, FP8_128X128, FP8_ROW, MXFP8, MXFP8_SQUARE, QTensor, QuantSpec, quantize
+from gem_lowprec.recipe import Recipe, Rule
 
 TOKENS = 65536
 SIZES = (1024, 2048, 4096)
@@ -246,6 +250,32 @@ def layer(name: str, device: torch.device, m: int, n: int, k: int) -> Problem:
     )  # fmt: skip
 
 
+def normed_layer(name: str, device: torch.device, m: int, n: int, k: int) -> Problem:
+    """LayerNorm and a projection, forward and all gradients: the norm writing FP8, or BF16 that is quantised then."""
+    x, g = _normal(device, m, k).requires_grad_(), _normal(device, m, n)
+    plain = NormLinear(k, n, norm="layer", device=device).bfloat16()
+    rule = Rule(forward="fp8_block", dgrad="fp8_block", wgrad="fp8_block")
+    modules: dict[str, nn.Module] = {}
+    for variant, fuse in (("norm to fp8", True), ("norm, then fp8", False)):
+        holder = nn.Sequential(copy.deepcopy(plain))
+        convert(holder, Recipe(name="bench", rules=(rule,), fallback=False, fuse_norms=fuse))
+        modules[variant] = holder[0]
+
+    def run(module: nn.Module) -> tuple[Tensor, ...]:
+        y = module(x)
+        return (y, *torch.autograd.grad(y, (x, *module.parameters()), g))
+
+    def check(variant: str) -> float:
+        exact = run(plain)
+        return max(relative(got, e.detach().double()) for got, e in zip(run(modules[variant]), exact, strict=True))
+
+    return Problem(
+        name=name, op="norm + linear", what="step", width=k, flops=6 * m * n * k, check=check, limit=0.06,
+        nbytes=2 * (5 * m * k + 3 * m * n), peers={"bf16": partial(run, plain)},
+        runs={v: partial(run, module) for v, module in modules.items()},
+    )  # fmt: skip
+
+
 def names() -> dict[str, Callable[[torch.device], Problem]]:
     """Every case by name, the main ones first, so that a run that is cut short has them."""
     from gem_lowprec.bench import attention
@@ -260,6 +290,8 @@ def names() -> dict[str, Callable[[torch.device], Problem]]:
 
     for k, n in ((2048, 2048), (4096, 4096), (2048, 4096), (4096, 2048), (1024, 1024), (512, 2048), (512, 512)):
         add(f"linear-{TOKENS}-{k}-{n}", layer, TOKENS, n, k)
+    for k, n in ((2048, 2048), (1024, 2048)):
+        add(f"norm-linear-{TOKENS}-{k}-{n}", normed_layer, TOKENS, n, k)
     for rows, cols in ((TOKENS, 2048), (2 * TOKENS, 1024)):
         add(f"quantize-{rows}-{cols}", quantiser, rows, cols)
     for cols, is_layer in ((512, True), (1024, False), (1024, True), (2048, True), (4096, False)):
