@@ -157,7 +157,15 @@ class Replay:
             self._announced = True
             return None
         room = Room(batch=batch, events=tuple(map(capacity, events)), longest=longest)
-        self.graphs[room] = Graph(self, room, *at_capacity(x, histories, cls, room))
+        inputs = at_capacity(x, histories, cls, room)
+        try:
+            self.graphs[room] = Graph(self, room, *inputs)
+        except torch.OutOfMemoryError:
+            if not self.graphs:
+                raise
+            # Their pool is in pieces of other sizes: this one may well fit alone, and they again beside it.
+            self.forget()
+            self.graphs[room] = Graph(self, room, *inputs)
         return self.graphs[room]
 
 
