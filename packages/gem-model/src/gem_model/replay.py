@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gem_model.layers import Layers
+from gem_model.layers import Inputs, Layers
 from gem_model.sequence import History
 
 STEPS = 32  # capacities between a power of two and the next, ...
@@ -158,15 +158,21 @@ class Replay:
             return None
         room = Room(batch=batch, events=tuple(map(capacity, events)), longest=longest)
         inputs = at_capacity(x, histories, cls, room)
+        graph = self._beside_others(room, inputs)
+        if graph is None:
+            # The pool is in pieces of other sizes. This one may well fit alone, and the others again beside it.
+            self.forget()
+            graph = Graph(self, room, *inputs)
+        self.graphs[room] = graph
+        return graph
+
+    def _beside_others(self, room: Room, inputs: Inputs) -> Graph | None:
         try:
-            self.graphs[room] = Graph(self, room, *inputs)
+            return Graph(self, room, *inputs)
         except torch.OutOfMemoryError:
             if not self.graphs:
                 raise
-            # Their pool is in pieces of other sizes: this one may well fit alone, and they again beside it.
-            self.forget()
-            self.graphs[room] = Graph(self, room, *inputs)
-        return self.graphs[room]
+            return None
 
 
 class GradientSums:

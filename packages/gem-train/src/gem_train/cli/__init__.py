@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.verb is None:
         parser().print_help()
         return 2
-    # torch reads it when it is imported. Every batch has other sizes: blocks of fixed sizes would soon fit none of them.
+    # Read when torch is imported. Every batch has other sizes, and blocks of fixed sizes would soon fit none of them.
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     from gem_train.cli import commands
