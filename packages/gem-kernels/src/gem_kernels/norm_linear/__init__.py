@@ -11,7 +11,7 @@ from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS
 from gem_kernels.norm_linear import reference
 from gem_kernels.norms import _backward as norm_backward
-from gem_kernels.norms import _forward as norm_forward
+from gem_kernels.norms import _backward_with_rows as norm_backward_with_rows
 from gem_kernels.norms import rms_norm
 from gem_kernels.operator import operator
 
@@ -34,8 +34,8 @@ def norm_linear(
         y = W (x * gain) / sqrt(mean(x^2) + eps) + b
 
     The kernel multiplies x by W diag(gain) and divides its rows at the end; on Hopper it sums the squares of x while
-    the tiles pass. The backward pass recomputes the normalised rows, so that none are kept for it; its products are
-    torch's.
+    the tiles pass. The kernel of the norm's backward pass writes the normalised rows once more, so that none are kept
+    for it; the products are torch's.
 
     Args:
         x: [..., K] float16, bfloat16, float32 or float64.
@@ -150,12 +150,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, gain, weight = ctx.saved_tensors
-    dx = dgain = dweight = None
-    if ctx.needs_input_grad[2]:
-        normal, _ = norm_forward(x, None, gain, None, "rms", ctx.eps, False, "triton")
-        dweight = dy.T @ normal
-    if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-        dx, dgain, _ = norm_backward(dy @ weight, None, x, gain, None, "rms", ctx.eps, False, "triton")
+    dx, dgain, normal = norm_backward_with_rows(dy @ weight, x, gain, ctx.eps, "triton")
+    dweight = dy.T @ normal if ctx.needs_input_grad[2] else None
     return dx, dgain, dweight, dy.sum(0) if ctx.bias else None, None, None
 
 

@@ -55,6 +55,35 @@ def _halves(x, N: gl.constexpr):
 
 
 @gluon.jit
+def _quarters(x, N: gl.constexpr):
+    left, right = _halves(x, N)
+    first, second = _halves(left, N // 2)
+    third, fourth = _halves(right, N // 2)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _finish(
+    acc, squares, result, column, K, N,
+    BN: gl.constexpr, BEFORE: gl.constexpr, BIAS: gl.constexpr, AL: gl.constexpr,
+):  # fmt: skip
+    """The result [ROWS, BN] of a product, and of the squares of what was multiplied (BEFORE)."""
+    _y_desc, _y_buf, gain_ptr, bias_ptr, eps = result
+    at = column + gl.arange(0, BN, gl.SliceLayout(0, AL))
+    if BEFORE:
+        inverse = gl.rsqrt(squares / K + eps)
+        y = acc * gl.convert_layout(inverse, gl.SliceLayout(1, AL))[:, None]
+        if BIAS:
+            y += gl.load(bias_ptr + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
+    else:
+        if BIAS:
+            acc += gl.load(bias_ptr + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
+        inverse = gl.rsqrt(gl.sum(acc * acc, 1) / N + eps)
+        y = acc * inverse[:, None] * gl.load(gain_ptr + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
+    return y
+
+
+@gluon.jit
 def _leave(part, y_desc, y_buf, W: gl.constexpr, n: gl.constexpr, row, column, N: gl.constexpr):
     """Part n of the result goes out through one of two buffers."""
     buf = y_buf.index(2 * W + n % 2)
@@ -71,7 +100,7 @@ def _consumer(
 ):  # fmt: skip
     x_buf, w_buf, full, empty = buffers
     tiles, K, N, columns = shape
-    y_desc, y_buf, gain_ptr, bias_ptr, eps = result
+    y_desc, y_buf = result[0], result[1]
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     XL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, 16])
     step = 0
@@ -93,20 +122,8 @@ def _consumer(
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((step + SLOTS - 1) % SLOTS), count=1)
-        at = column + gl.arange(0, BN, gl.SliceLayout(0, AL))
-        if BEFORE:
-            inverse = gl.rsqrt(squares / K + eps)
-            y = acc * gl.convert_layout(inverse, gl.SliceLayout(1, AL))[:, None]
-            if BIAS:
-                y += gl.load(bias_ptr + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
-        else:
-            if BIAS:
-                acc += gl.load(bias_ptr + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
-            inverse = gl.rsqrt(gl.sum(acc * acc, 1) / N + eps)
-            y = acc * inverse[:, None] * gl.load(gain_ptr + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
-        left, right = _halves(y, BN)
-        first, second = _halves(left, BN // 2)
-        third, fourth = _halves(right, BN // 2)
+        y = _finish(acc, squares, result, column, K, N, BN, BEFORE, BIAS, AL)
+        first, second, third, fourth = _quarters(y, BN)
         _leave(first, y_desc, y_buf, W, 0, row, column, BN // PARTS)
         _leave(second, y_desc, y_buf, W, 1, row, column, BN // PARTS)
         _leave(third, y_desc, y_buf, W, 2, row, column, BN // PARTS)

@@ -261,6 +261,18 @@ def _(dy, dtotal, total, weight, bias, residual_bias, *_rest):  # type: ignore[n
     return total.new_empty(total.shape), *vectors
 
 
+@operator("norm_backward_with_rows")
+def _backward_with_rows(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return dispatch.module("norms", backend).backward_with_rows(dy, x, weight, eps)  # type: ignore[no-any-return]
+
+
+@_backward_with_rows.register_fake
+def _(dy, x, weight, *_rest):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(x.shape)
+
+
 class _Summed(torch.autograd.Function):
     """A norm of x + residual that also makes the gradient of a bias in the residual."""
 

@@ -2,8 +2,9 @@
 
 A program holds whole rows, C columns padded to CP (a power of two), in registers as float32. The backward pass
 recomputes the statistics from the rows that it must read anyway, so nothing is saved for it. Gradients of weight and
-bias are summed in two stages of fixed order: program p of P adds up tiles p, p + P, .., then a second kernel adds up
-the programs. How many programs there are depends on the shape alone, so that the bits are the same on every card.
+bias, and the sums for a bias in the residual, are made in two stages of fixed order: program p of P adds up tiles p,
+p + P, .., then a second kernel adds up the programs. How many programs there are depends on the shape alone, so that
+the bits are the same on every card.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor
 from gem_kernels import dispatch, tiling
 from gem_kernels.tiling import CompileCase, Tile, launch, load_rows, rows_of, signature, store_rows, strides
 
-__all__ = ["applies", "backward", "compile_cases", "forward"]
+__all__ = ["applies", "backward", "backward_with_rows", "backward_with_sums", "compile_cases", "forward"]
 
 MAX_WIDTH = 8192
-PARTS = 512  # programs of a backward pass at most, and rows of the first stage's result
+PARTS = 512  # programs of a backward pass at most, and rows of the first stage's result: 4 on an SM of 128 and more
 SUM = Tile(bm=512, bn=8, warps=8, stages=1)  # the second stage: one step for a program, however few columns there are
 
 
@@ -71,23 +72,31 @@ def _forward_kernel(
     store_rows(y_ptr, y, row, inside, C, C, CP)
 
 
+@triton.jit
+def _fold(x, BM: tl.constexpr, CP: tl.constexpr, LANES: tl.constexpr):
+    """Sums [LANES, CP] of the rows of [BM, CP] that are LANES apart, which are in one thread."""
+    if LANES < BM:
+        x = tl.sum(tl.reshape(x, (BM // LANES, LANES, CP)), axis=0)
+    return x
+
+
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _backward_kernel(
-    x_ptr, dy_ptr, dtotal_ptr, weight_f32, bias_f32, dx_ptr, parts_f32, sums_f32,
+    x_ptr, dy_ptr, dtotal_ptr, weight_f32, bias_f32, dx_ptr, rows_ptr, parts_f32,
     x_row, x_head, dy_row, dy_head, dtotal_row, dtotal_head, rows, tiles,
     HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
     SWISH: tl.constexpr, DTOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr,
-    STAGES: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     if WEIGHT:
         weight = _vector(weight_f32, C, CP)
-        dweight = tl.zeros((BM, CP), tl.float32)
+        dweight = tl.zeros((LANES, CP), tl.float32)
     if BIAS:
         bias = _vector(bias_f32, C, CP)
-        dbias = tl.zeros((BM, CP), tl.float32)
+        dbias = tl.zeros((LANES, CP), tl.float32)
     if SUMS:
-        sums = tl.zeros((BM, CP), tl.float32)
+        sums = tl.zeros((LANES, CP), tl.float32)
     for i in tl.range(0, tiles, num_stages=STAGES):
         row = (i * tl.num_programs(0) + part) * BM + tl.arange(0, BM)  # all programs read neighbouring rows at a time
         inside = row < rows
@@ -98,6 +107,8 @@ def _backward_kernel(
         if DTOTAL:
             at = _at(row, dtotal_row, dtotal_head, HEADS)
             dx += load_rows(dtotal_ptr, at, inside, 1, C, CP, True).to(tl.float32)
+        if ROWS:  # what the forward pass made, for a caller who did not keep it
+            store_rows(rows_ptr, normal * weight if WEIGHT else normal, row, inside, C, C, CP)
         if SWISH:  # y = x sigmoid(a): x is a factor itself, and a carries the rest
             a = normal
             if WEIGHT:
@@ -108,9 +119,9 @@ def _backward_kernel(
             dx += dy * open_
             dy = dy * x * open_ * (1.0 - open_)
         if BIAS:
-            dbias += dy
+            dbias += _fold(dy, BM, CP, LANES)
         if WEIGHT:
-            dweight += dy * normal
+            dweight += _fold(dy * normal, BM, CP, LANES)
             dy = dy * weight
         along = tl.sum(dy * normal, axis=1)[:, None] / C
         d = dy - normal * along
@@ -119,33 +130,39 @@ def _backward_kernel(
         dx += d * inverse
         store_rows(dx_ptr, dx, row, inside, C, C, CP)
         if SUMS:
-            sums += dx
+            sums += _fold(dx, BM, CP, LANES)
     dim = tl.arange(0, CP)
+    row = parts_f32 + part * ((WEIGHT + BIAS + SUMS) * C)
     if WEIGHT:
-        tl.store(parts_f32 + part * ((1 + BIAS) * C) + dim, tl.sum(dweight, axis=0), mask=dim < C)
+        tl.store(row + dim, tl.sum(dweight, axis=0), mask=dim < C)
     if BIAS:
-        tl.store(parts_f32 + part * (2 * C) + C + dim, tl.sum(dbias, axis=0), mask=dim < C)
+        tl.store(row + C + dim, tl.sum(dbias, axis=0), mask=dim < C)
     if SUMS:
-        tl.store(sums_f32 + part * C + dim, tl.sum(sums, axis=0), mask=dim < C)
+        tl.store(row + (WEIGHT + BIAS) * C + dim, tl.sum(sums, axis=0), mask=dim < C)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _sum_kernel(
-    parts_f32, dweight_f32, dbias_f32, parts, C: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    parts_f32, first_f32, second_f32, parts, C: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    third_f32=None,
 ):  # fmt: skip
-    """The second stage: column sums of [parts, 1 or 2, C], the first into dweight, the second into dbias."""
+    """The second stage: column sums of [parts, vectors, C], one for each vector: one, two (BIAS) or three of them."""
+    THIRD: tl.constexpr = third_f32 is not None
     column = tl.program_id(0) * BN + tl.arange(0, BN)
-    columns: tl.constexpr = (1 + BIAS) * C
+    columns: tl.constexpr = (1 + BIAS + THIRD) * C
     total = tl.zeros((BM, BN), tl.float32)
     for first in range(0, parts, BM):
         part = first + tl.arange(0, BM)
         mask = (part < parts)[:, None] & (column < columns)[None, :]
         total += tl.load(parts_f32 + part.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
     summed = tl.sum(total, axis=0)
-    tl.store(dweight_f32 + column, summed.to(dweight_f32.dtype.element_ty), mask=column < C)
+    tl.store(first_f32 + column, summed.to(first_f32.dtype.element_ty), mask=column < C)
     if BIAS:
-        mask = (column >= C) & (column < columns)
-        tl.store(dbias_f32 + column - C, summed.to(dbias_f32.dtype.element_ty), mask=mask)
+        mask = (column >= C) & (column < 2 * C)
+        tl.store(second_f32 + column - C, summed.to(second_f32.dtype.element_ty), mask=mask)
+    if THIRD:
+        mask = (column >= 2 * C) & (column < columns)
+        tl.store(third_f32 + column - 2 * C, summed.to(third_f32.dtype.element_ty), mask=mask)
 
 
 def applies(problem: dispatch.Problem) -> tuple[bool, str]:
@@ -166,6 +183,13 @@ def tile(width: int, backward: bool) -> Tile:
     if backward:
         return Tile(bm=rows, bn=columns, warps=4 if columns < 4096 else 8, stages=3)
     return Tile(bm=rows, bn=columns, warps=max(2, columns // 1024), stages=1)
+
+
+def lanes(t: Tile, size: int) -> int:
+    """How many rows of a tile the warps of a program load at once, elements of `size` bytes: a row that is so far from
+    another is in the same thread.
+    """
+    return min(t.bm, max(1, t.warps * (32 * 16 // size) // t.bn))
 
 
 def _rows(*tensors: Tensor) -> tuple[list[Tensor], int]:
@@ -218,7 +242,14 @@ def backward(
     swish: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the sum, of weight and of bias ([0] for what there is not)."""
-    return backward_with_sums(dy, dtotal, total, weight, bias, None, kind, eps, swish)[:3]
+    return _run(dy, dtotal, total, weight, bias, None, None, kind, eps, swish)[:3]
+
+
+def backward_with_rows(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and of the weight of an RMSNorm, and its result again."""
+    rows = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx, dweight, _, _ = _run(dy, None, x, weight, None, None, rows, "rms", eps, False)
+    return dx, dweight, rows
 
 
 def backward_with_sums(
@@ -233,6 +264,14 @@ def backward_with_sums(
     swish: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `backward`, and the column sums of the sum's gradient, like `residual_bias` ([0] without one)."""
+    return _run(dy, dtotal, total, weight, bias, residual_bias, None, kind, eps, swish)
+
+
+def _run(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor | None,
+    residual_bias: Tensor | None, result: Tensor | None, kind: str, eps: float, swish: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`result`: what the forward pass made is written there."""
     width = total.shape[-1]
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     views, heads = _rows(total, dy) if dtotal is None else _rows(total, dy, dtotal)
@@ -241,47 +280,47 @@ def backward_with_sums(
     tiles = triton.cdiv(rows, t.bm)
     each = triton.cdiv(tiles, PARTS)
     parts = triton.cdiv(tiles, each) if tiles else 0
-    vectors = (weight is not None) + (bias is not None)
-    summed = residual_bias is not None
-    sums, residual_sums = (
-        torch.empty(parts * n * width, dtype=torch.float32, device=total.device) for n in (vectors, int(summed))
-    )
+    present = {"WEIGHT": weight is not None, "BIAS": bias is not None, "SUMS": residual_bias is not None}
+    vectors = sum(present.values())
+    sums = torch.empty(parts * vectors * width, dtype=torch.float32, device=total.device)
     launch(
         _backward_kernel, parts, total.device, t,
-        views[0], views[1], views[-1], total if weight is None else weight, total if bias is None else bias, dx, sums,
-        residual_sums, *strides(views[0], views[1], views[-1]), rows, each,
+        views[0], views[1], views[-1], total if weight is None else weight, total if bias is None else bias, dx,
+        dx if result is None else result, sums,
+        *strides(views[0], views[1], views[-1]), rows, each,
         HEADS=heads, C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish, DTOTAL=dtotal is not None,
-        WEIGHT=weight is not None, BIAS=bias is not None, SUMS=summed, STAGES=t.stages,
+        ROWS=result is not None, STAGES=t.stages, LANES=lanes(t, total.element_size()), **present,
     )  # fmt: skip
-    dweight, dbias, dresidual_bias = (
+    gradients = [
         torch.empty(0 if v is None else width, dtype=total.dtype if v is None else v.dtype, device=total.device)
         for v in (weight, bias, residual_bias)
-    )
+    ]
     if vectors:
+        into = [g for g in gradients if g.numel()]
         launch(
             _sum_kernel, triton.cdiv(vectors * width, SUM.bn), total.device, SUM,
-            sums, dweight, dbias, parts, C=width, BIAS=bias is not None, BM=SUM.bm, BN=SUM.bn,
+            sums, into[0], into[min(1, vectors - 1)], parts, C=width, BIAS=vectors > 1, BM=SUM.bm, BN=SUM.bn,
+            third_f32=into[2] if vectors == 3 else None,
         )  # fmt: skip
-    if summed:
-        launch(
-            _sum_kernel, triton.cdiv(width, SUM.bn), total.device, SUM,
-            residual_sums, dresidual_bias, dresidual_bias, parts, C=width, BIAS=False, BM=SUM.bm, BN=SUM.bn,
-        )  # fmt: skip
-    return dx, dweight, dbias, dresidual_bias
+    return dx, gradients[0], gradients[1], gradients[2]
 
 
 def compile_cases() -> list[CompileCase]:
     """Both passes at a head's width, a usual width, one that is no power of two, and the widest."""
     cases = []
-    for kind, width, swish in (("rms", 128, False), ("rms", 512, False), ("layer", 384, True), ("layer", 8192, False)):
+    for kind, width, swish in (
+        ("rms", 128, False), ("rms", 512, False), ("layer", 384, True), ("layer", 512, False), ("layer", 8192, False),
+    ):  # fmt: skip
         layer = kind == "layer"
         shared = {"HEADS": 1, "C": width, "EPS": 1e-6, "LAYER": layer, "SWISH": swish, "WEIGHT": True, "BIAS": layer}
         for name, kernel, extra in (
             ("forward", _forward_kernel, {"RESIDUAL": True}),
-            ("backward", _backward_kernel, {"DTOTAL": True, "SUMS": layer, "STAGES": tile(width, True).stages}),
+            ("backward", _backward_kernel, {"DTOTAL": True, "SUMS": layer, "ROWS": not layer}),
         ):
             t = tile(width, name == "backward")
             constants: dict[str, object] = {**shared, **extra, "CP": t.bn, "BM": t.bm}
+            if name == "backward":
+                constants |= {"STAGES": t.stages, "LANES": lanes(t, 2)}
             types, divisible = signature(kernel, "bf16", constants)
             title = f"norms {kind}{' swish' if swish else ''} {name} bf16 c{width}"
             cases.append(CompileCase(title, kernel, types, constants, t, divisible))
