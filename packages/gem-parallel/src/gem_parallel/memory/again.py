@@ -8,7 +8,9 @@ backward the first one that takes it has it computed, and it lives until the las
 No dispatch mode, no second forward pass: a hook looks at each tensor that is saved, and a result costs the host what
 its launch costs. The node of a result is there as long as those who take it, because their gradients flow into it.
 
-Results are named in the order in which they are first saved in a region: "linear#0", "norm#1".
+Results are named in the order in which they are first saved in a region: "linear#0", "norm#1". Small tensors are passed
+over, and where one is small in some batches only, names after it shift: other results of that sort are kept then, and
+nothing else changes.
 """
 
 from __future__ import annotations
