@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gem_kernels import dispatch, norms, sequences
 
@@ -55,7 +56,9 @@ def norm_rows(
         raise ValueError("the most recent rows need offsets")
     norms._check(x, residual, weight, bias, residual_bias, eps)
     name = dispatch.choose("norms", x, backend, (f"norm:{kind}", *(["residual"] if residual is not None else ())))
-    if name == dispatch.REFERENCE or torch.compiler.is_compiling():
+    # A row's sum is added to in place, which whatever looks on need not know of: it sees operators apart.
+    watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    if name == dispatch.REFERENCE or watched:
         found = norms._norm(x, residual, residual_bias, weight, bias, kind, eps, False, backend)
         y, total = (found, x) if isinstance(found, Tensor) else found
         latest = None
@@ -122,8 +125,7 @@ class _Recent(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         y, total = _forward(ctx, x, residual, weight, bias, *rest)
         ctx.save_for_backward(total if ctx.residual else x, weight, bias, residual_bias, offsets)
-        latest = dispatch.module("sequences", ctx.rest[3]).most_recent(total, offsets, recent)
-        return y, total, latest
+        return y, total, sequences._most_recent(total, offsets, recent, ctx.rest[3])
 
     @staticmethod
     @once_differentiable

@@ -13,7 +13,7 @@ from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
-from gem_model.interaction import FactorizationMachine, TokenMix
+from gem_model.interaction import FactorizationMachine, TokenMix, aligned, mixed_together
 from gem_model.sequence import uniform_offsets
 
 
@@ -28,7 +28,9 @@ class WukongExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, d] -> [B, M, d]."""
-        return torch.cat((self.fmb(x), self.lcb(x)), dim=1)
+        x = aligned(x)
+        compressed, linear = mixed_together(x, self.fmb.compress.t(), self.lcb.weight)
+        return torch.cat((self.fmb.of_products(x, compressed), linear), dim=1)
 
 
 class CrossExpert(nn.Module):

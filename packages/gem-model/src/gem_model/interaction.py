@@ -41,6 +41,12 @@ class TokenMix(nn.Module):
         return mix_tokens(weight, aligned(x))
 
 
+def mixed_together(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """W X for every W [M, N]: one product, so that X [B, N, d] is read once in each pass and gets one gradient."""
+    together = mix_tokens(torch.cat([w.to(x.dtype) for w in weights]), x)
+    return together.split([w.shape[0] for w in weights], dim=1)
+
+
 class FactorizationMachine(nn.Module):
     """FMB(X) = reshape(Linear(MLP(LN(flatten(X (X^T Y)))))), Y in R^{N x k}: pairwise products, compressed to rank k.
 
@@ -58,8 +64,11 @@ class FactorizationMachine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, d] -> [B, M, d]; zeros behind the N tokens change nothing."""
         x = aligned(x)
-        y = mix_tokens(self.compress.t(), x).transpose(1, 2)  # [B, d, k]
-        products = torch.bmm(x, y)[:, : self.n_in].flatten(1)  # [B, N * k]
+        return self.of_products(x, mix_tokens(self.compress.t(), x))
+
+    def of_products(self, x: Tensor, compressed: Tensor) -> Tensor:
+        """The same of X and Y^T X [B, k, d], which is a product of tokens as others of X are: see `mixed_together`."""
+        products = torch.bmm(x, compressed.transpose(1, 2))[:, : self.n_in].flatten(1)  # [B, N * k]
         return self.linear(self.mlp(self.norm(products))).unflatten(1, (self.n_out, self.width))
 
 
@@ -79,4 +88,5 @@ class Wukong(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, d] -> [B, M, d]."""
         x = aligned(x)
-        return self.norm(torch.cat((self.fmb(x), self.lcb(x)), dim=1) + self.proj(x))
+        compressed, linear, shortcut = mixed_together(x, self.fmb.compress.t(), self.lcb.weight, self.proj.weight)
+        return self.norm(torch.cat((self.fmb.of_products(x, compressed), linear), dim=1) + shortcut)
