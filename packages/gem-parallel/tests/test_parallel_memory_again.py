@@ -257,12 +257,12 @@ KERNELS = """
     from gem_parallel.memory.keeper import Keeper
 
     torch.manual_seed(0)
-    T, D, H = 24, 32, 2
+    T, D, H = 12, 32, 2
     kinds = {"backend": "triton"}
     net = torch.nn.ModuleDict({"up": torch.nn.Linear(D, 3 * D), "qkv": torch.nn.Linear(D, 3 * D)})
     gain, shift, head = (torch.nn.Parameter(1 + 0.1 * torch.randn(n)) for n in (D, D, D // H))
     down = torch.nn.Parameter(torch.randn(D, D) / 6)
-    offsets = torch.tensor([0, 7, 24])
+    offsets = torch.tensor([0, 7, 12])
     age = torch.rand(T)
 
     def layer(x, more):
@@ -274,7 +274,7 @@ KERNELS = """
         )
         turns = [Turn(positions=age, base=100.0)]
         q2, k, v, k2, v2 = rotary_heads(qkv, H, (head, head), turns=turns, readers=2, bias=net["qkv"].bias, **kinds)
-        seen = gdpa(q + q2, k, v, offsets, offsets, 17, 17, **kinds).flatten(1) @ down
+        seen = gdpa(q + q2, k, v, offsets, offsets, 7, 7, **kinds).flatten(1) @ down
         return h @ down + seen + (k2 * v2).flatten(1)
 
     def run(names):
@@ -292,7 +292,7 @@ KERNELS = """
     names = [c.name for c in costs if c.nbytes]
     print(sorted({n.split("#")[0] for n in names}))
     want = run(())
-    for chosen in (names, *((n,) for n in names)):
+    for chosen in (names, names[::2], names[1::2]):
         assert all(torch.equal(a, b) for a, b in zip(want, run(frozenset(chosen)), strict=True)), chosen
 """
 
