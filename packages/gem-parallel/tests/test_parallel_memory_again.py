@@ -208,6 +208,23 @@ def test_a_curve_of_results():
     assert costs["gelu#0"].reads == {"linear#1"}
 
 
+def test_what_is_computed_again_depends_on_who_holds_the_step_up():
+    product = worth.Cost("linear#0", seconds=3.0, host_s=1.0, nbytes=100, first=1, last=2)
+    norm = worth.Cost("norm#0", seconds=1.0, host_s=3.0, nbytes=100, first=3, last=4)
+
+    def points(forward_s, host_s):
+        found = worth.curve(
+            "0", [product, norm], inputs=10, saved=300, unpacked=300, forward_s=forward_s, host_s=host_s
+        )
+        return [(p.kept, tuple(sorted(p.again)), round(p.seconds, 6)) for p in found.points if p.names is None]
+
+    assert points(100.0, 1.0) == [(100, ("linear#0", "norm#0"), 4.0), (200, ("norm#0",), 1.0), (300, (), 0.0)]
+    assert points(1.0, 100.0) == [(100, ("linear#0", "norm#0"), 4.0), (200, ("linear#0",), 1.0), (300, (), 0.0)]
+    assert points(1.0, 0.5)[-2:] == [(200, ("norm#0",), 1.0), (300, (), 0.0)]
+    assert points(2.0, 2.0)[-2:] == [(200, ("norm#0",), 1.0), (300, (), 0.0)]  # the device by two seconds
+    assert points(2.0, 4.0)[-2:] == [(200, ("linear#0",), 1.0), (300, (), 0.0)]  # the host by two
+
+
 def test_a_step_sees_whichever_takes_longer():
     assert worth.step_seconds(1.0, 0.1, 0.25, 5.0) == pytest.approx(2.2)
     assert worth.step_seconds(1.0, 0.1, 0.25, 0.5) == pytest.approx(0.25)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gem_parallel.memory.again import Result, Saving
 from gem_parallel.memory.keeper import Keeper, is_weight
 from gem_parallel.memory.profile import Curve, Point, Size, bytes_of, has_storage, plain_tensors, stored, thin
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the host's time in what is reckoned with
 
 
 @dataclass
@@ -171,7 +173,9 @@ def curve(
 ) -> Curve:
     """The curve of a region: the whole again, all results again, fewer and fewer of them, none.
 
-    Dropped first is what saves most bytes a second: every prefix is the best choice for the bytes that it saves.
+    Computed again first is what saves most bytes a second, of the device, of the host or of a mixture of both: where
+    the host holds the step up, a large product is cheap, for it is one launch, and where the device does, what moves
+    little memory is. The best of all these choices for each number of bytes are the points.
 
     Args:
         inputs: bytes of the region's inputs, which stay in any case.
@@ -182,32 +186,32 @@ def curve(
     """
     whole = max(saved, inputs)
     worth = [c for c in costs if c.nbytes > 0]
-    order = sorted(worth, key=lambda c: max(c.seconds, 1e-12) / c.nbytes)
 
     def seconds(device: float, host: float) -> float:
         return device if host_s is None else step_seconds(forward_s, host_s, device, host)
 
     points = [
         Point(kept=inputs, seconds=seconds(forward_s, host_s or 0.0), names=(), working=max(unpacked, inputs)),
+        Point(kept=whole, seconds=0.0, names=None, working=whole),
     ]
-    for count in range(len(order), 0, -1):
-        again = order[:count]
-        names = tuple(c.name for c in again)
-        kept = max(whole - sum(c.nbytes for c in again), inputs)
-        points.append(
-            Point(
-                kept=kept,
-                seconds=seconds(sum(c.seconds for c in again), sum(c.host_s for c in again)),
-                names=None,
-                again=names,
-                working=kept + working(costs, names),
-            )
-        )
-    points.append(Point(kept=whole, seconds=0.0, names=None, working=whole))
-    falling = [points[0]]
-    for point in points[1:]:
-        if point.seconds < falling[-1].seconds or (point.names is None and not point.again):
-            falling.append(point)
+    for share in SHARES if host_s is not None else SHARES[:1]:
+
+        def dear(cost: Cost, share: float = share) -> float:
+            return max((1 - share) * cost.seconds + share * cost.host_s, 1e-12) / cost.nbytes
+
+        order = sorted(worth, key=dear)
+        for count in range(1, len(order) + 1):
+            again = order[:count]
+            kept = max(whole - sum(c.nbytes for c in again), inputs)
+            spent = seconds(sum(c.seconds for c in again), sum(c.host_s for c in again))
+            points.append(Point(kept=kept, seconds=spent, names=None, again=tuple(c.name for c in again)))
+    falling: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.kept, p.seconds)):
+        if falling and point.seconds >= falling[-1].seconds and point is not points[1]:
+            continue  # more bytes for nothing
+        if point.again:
+            point = replace(point, working=point.kept + working(costs, point.again))
+        falling.append(point)
     return Curve(region=region, points=tuple(thin(falling)), forward_s=forward_s)
 
 
