@@ -12,13 +12,8 @@ from gem_kernels.testing import relative_error
 @pytest.mark.parametrize("name", norms.NAMES)
 def test_every_case_is_right(name, device):
     torch.manual_seed(0)
-    try:
-        p = norms.problem(name, device, shrink=2**13)
-    except ImportError as error:  # fbgemm is no dependency
-        pytest.skip(str(error))
+    p = norms.problem(name, device, shrink=2**13)
     triton, reference = (functools.partial(p.ours, backend=backend) for backend in ("triton", "reference"))
-    if p.operator == "fbgemm":
-        reference = p.eager
     assert set(norms.gate(p, triton, ("forward", "backward"))) == {"forward", "backward"}
     peer, ours = norms.Variant(p.eager, p.inputs), norms.Variant(reference, p.inputs)
     for what in ("forward", "backward"):  # torch as a peer computes the same

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gem_kernels import jagged_add, jagged_concat, jagged_split, most_recent
+from gem_kernels import jagged_add, jagged_concat, jagged_split, jagged_to_padded, most_recent, padded_to_jagged
 from gem_kernels.sequences import triton
 from gem_kernels.testing import offsets_of, poisoned, relative_error
 from gem_kernels.tiling import Tile
@@ -50,6 +50,17 @@ def loop_add(values, bias, lengths):
     return torch.cat([x + bias[i] for i, x in enumerate(parts(values, lengths))])
 
 
+def loop_padded(values, lengths, longest):
+    return torch.stack([
+        torch.cat([x[:longest], x.new_zeros(max(0, longest - len(x)), *x.shape[1:])]) for x in parts(values, lengths)
+    ])  # fmt: skip
+
+
+def loop_jagged(padded, lengths):
+    rows = zip(padded, lengths, strict=True)
+    return torch.cat([torch.cat([x[:n], x.new_zeros(max(0, n - len(x)), *x.shape[1:])]) for x, n in rows])
+
+
 def compare(op, expected_op, leaves, tolerance):
     """Results and gradients on poisoned memory; tolerance 0 for what only copies."""
     doubles = [x.detach().double().requires_grad_() for x in leaves]
@@ -83,6 +94,13 @@ def test_shapes(device, trailing, backend):
     both = normal(sum(A) + sum(B), *trailing, seed=4, device=device)
     compare(lambda x: jagged_split(x, at, bt, sum(A), backend=backend), lambda x: loop_split(x, A, B), (both,), 0)
     compare(lambda x, y: jagged_add(x, y, at, backend=backend), lambda x, y: loop_add(x, y, A), (a, bias), 1e-6)
+    for longest in (20, 25, 3):  # as long as the longest sequence, longer, too short
+        compare(
+            lambda x, n=longest: jagged_to_padded(x, at, n, backend=backend),
+            lambda x, n=longest: loop_padded(x, A, n), (a,), 0,
+        )  # fmt: skip
+        padded = normal(len(A), longest, *trailing, seed=5, device=device)
+        compare(lambda x: padded_to_jagged(x, at, sum(A), backend=backend), lambda x: loop_jagged(x, A), (padded,), 0)
 
 
 LENGTHS = [[], [0], [1], [0, 0, 0], [9], [7, 8, 9], [0, 8, 0, 16], [1] * 20]
@@ -101,6 +119,8 @@ def test_lengths_around_the_tiles(device, lengths, backend):
     assert torch.equal(back[1], b)
     if not lengths:
         assert most_recent(a, at, 3, backend=backend).shape == (0, 3, 5)
+        assert jagged_to_padded(a, at, 3, backend=backend).shape == (0, 3, 5)
+        assert padded_to_jagged(a.new_zeros(0, 3, 5), at, 0, backend=backend).shape == (0, 5)
         return
     compare(
         lambda x, y: jagged_concat(x, y, at, bt, backend=backend)[0],
@@ -109,6 +129,16 @@ def test_lengths_around_the_tiles(device, lengths, backend):
     for k in (1, 8, 12):
         compare(
             lambda x, k=k: most_recent(x, at, k, backend=backend), lambda x, k=k: loop_recent(x, lengths, k), (a,), 0
+        )
+        padded = normal(len(lengths), k, 5, seed=4, device=device)
+        compare(
+            lambda x, k=k: jagged_to_padded(x, at, k, backend=backend),
+            lambda x, k=k: loop_padded(x, lengths, k),
+            (a,),
+            0,
+        )
+        compare(
+            lambda x: padded_to_jagged(x, at, len(a), backend=backend), lambda x: loop_jagged(x, lengths), (padded,), 0
         )
     bias = normal(len(lengths), 5, seed=3, device=device)
     compare(lambda x, y: jagged_add(x, y, at, backend=backend), lambda x, y: loop_add(x, y, lengths), (a, bias), 1e-6)
@@ -179,6 +209,8 @@ def test_opcheck(device):
         (ops.jagged_concat, (a, b, at, offsets, "triton")),
         (ops.jagged_split, (both, at, offsets, 5, "triton")),
         (ops.jagged_add, (a, bias, at, "triton")),
+        (ops.jagged_to_padded, (a, at, 4, "triton")),
+        (ops.padded_to_jagged, (recent.clone().requires_grad_(), at, 5, "triton")),
         (ops.segment_sum, (a.detach(), at, torch.float32, "triton")),
     ):
         torch.library.opcheck(op, arguments, test_utils=checks)
@@ -212,6 +244,10 @@ def test_errors():
         ("as many sequences; got 2 and 1", ValueError, lambda: jagged_concat(x, x, at, offsets_of([3]))),
         ("b_offsets must run", ValueError, lambda: jagged_split(x, at, at, 3)),
         ("a_total must be from 0 to the number of tokens, 3; got 4", ValueError, lambda: jagged_split(x, at, at, 4)),
+        ("longest must be at least 1; got 0", ValueError, lambda: jagged_to_padded(x, at, 0)),
+        (r"padded must be \[B, L, ...\]", ValueError, lambda: padded_to_jagged(x, at, 3)),
+        ("total must not be negative; got -1", ValueError, lambda: padded_to_jagged(x[:2, None], at, -1)),
+        ("offsets must run", ValueError, lambda: padded_to_jagged(x[:2, None], at, 4)),
         (r"bias must be \(2, 4\)", ValueError, lambda: jagged_add(x, x, at)),
     ):
         with pytest.raises(error, match=match):

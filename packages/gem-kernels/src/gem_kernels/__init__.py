@@ -15,6 +15,7 @@ from gem_kernels.norms import layer_norm, qk_norm, rms_norm
 from gem_kernels.projections import Turn, gated_heads, rotary_heads
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
+from gem_kernels.sequences.padded import jagged_to_padded, padded_to_jagged
 from gem_kernels.stream import norm_rows
 
 __all__ = [
@@ -32,12 +33,14 @@ __all__ = [
     "jagged_attention",
     "jagged_concat",
     "jagged_split",
+    "jagged_to_padded",
     "layer_norm",
     "linear_norm",
     "most_recent",
     "nn",
     "norm_linear",
     "norm_rows",
+    "padded_to_jagged",
     "qk_norm",
     "rms_norm",
     "rope",

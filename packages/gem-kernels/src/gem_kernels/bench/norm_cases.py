@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gem_kernels import dispatch, flops, jagged, norms, sequences, testing
+from gem_kernels import flops, jagged, jagged_to_padded, norms, padded_to_jagged, sequences, testing
 from gem_kernels.bench import cases
 from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.rotary import reference as rotary_reference
@@ -160,40 +160,34 @@ def _rotary(name: str, dim: int, device: torch.device, shrink: int) -> Problem:
     )  # fmt: skip
 
 
-def _fbgemm(run: Run) -> Run:
-    """An operator of fbgemm in the place of ours; ImportError where fbgemm is not installed."""
-
-    def call(*inputs: Tensor, backend: str | None) -> Any:
-        if backend == dispatch.REFERENCE:
-            raise AssertionError("the suite compares these with what torch computes")
-        return run(*inputs)
-
-    return call
-
-
-def _dense(name: str, back: bool, width: int, device: torch.device, shrink: int) -> Problem:
-    """Rows into a padded tensor or, `back`, out of one: fbgemm's, since gem_kernels has none of its own."""
-    import fbgemm_gpu  # noqa: F401 (registers torch.ops.fbgemm)
-
+def _padded(name: str, back: bool, width: int, device: torch.device, shrink: int) -> Problem:
+    """Rows into a padded tensor or, `back`, out of one."""
     batch, longest = (BATCH, LONGEST) if shrink == 1 else (max(5, BATCH // shrink), 16)
     lengths = cases.half(batch, longest)
     offsets = testing.offsets_of(lengths.tolist(), device)
     total = int(lengths.sum())
     index = jagged.dense_index(offsets, total, longest)
     cost = flops.to_dense(lengths, longest=longest, width=width)
-    ops = torch.ops.fbgemm
+
+    def fbgemm() -> Run:
+        import fbgemm_gpu  # noqa: F401 (registers torch.ops.fbgemm)
+
+        ops = torch.ops.fbgemm
+        if back:
+            return lambda padded: ops.dense_to_jagged(padded, [offsets], total)[0]
+        return lambda rows: ops.jagged_to_padded_dense(rows, [offsets], [longest], 0.0)
+
+    shared: dict[str, Any] = {"name": name, "operator": "sequences", "width": width, "others": {"fbgemm": fbgemm}}
     if back:
         turned = flops.Cost(forward_flops=0, forward_bytes=cost.backward_bytes, backward_bytes=cost.forward_bytes)
         return Problem(
-            name=name, op="dense_to_jagged", operator="fbgemm", width=width, cost=turned,
-            inputs=[_normal(device, batch, longest, width)],
-            ours=_fbgemm(lambda dense: ops.dense_to_jagged(dense, [offsets], total)[0]),
-            eager=lambda dense: jagged.unpad(dense, index),
+            **shared, op="padded_to_jagged", cost=turned, inputs=[_normal(device, batch, longest, width)],
+            ours=lambda padded, backend: padded_to_jagged(padded, offsets, total, backend=backend),
+            eager=lambda padded: jagged.unpad(padded, index),
         )  # fmt: skip
     return Problem(
-        name=name, op="jagged_to_dense", operator="fbgemm", width=width, cost=cost,
-        inputs=[_normal(device, total, width)],
-        ours=_fbgemm(lambda rows: ops.jagged_to_padded_dense(rows, [offsets], [longest], 0.0)),
+        **shared, op="jagged_to_padded", cost=cost, inputs=[_normal(device, total, width)],
+        ours=lambda rows, backend: jagged_to_padded(rows, offsets, longest, backend=backend),
         eager=lambda rows: jagged.pad(rows, index, batch, longest),
     )  # fmt: skip
 
@@ -252,8 +246,8 @@ _MAKE: dict[str, Callable[..., Problem]] = {  # in this order, so that a run tha
     "concat-256": functools.partial(_helper, op="jagged_concat", width=256),
     "split-256": functools.partial(_helper, op="jagged_split", width=256),
     "add-256": functools.partial(_helper, op="jagged_add", width=256),
-    "to-dense-256": functools.partial(_dense, back=False, width=256),
-    "from-dense-256": functools.partial(_dense, back=True, width=256),
+    "to-padded-256": functools.partial(_padded, back=False, width=256),
+    "from-padded-256": functools.partial(_padded, back=True, width=256),
     **{
         f"norm-linear-{k}-{n}": functools.partial(_linear, inputs=k, outputs=n)
         for k, n in ((256, 1024), (1024, 256), (512, 1024), (1024, 512), (256, 512), (512, 256))

@@ -24,8 +24,7 @@ TOLERANCE = 1e-2  # relative error of a BF16 result against float64
 
 def gate(p: Problem, run: Run, passes: Iterable[str]) -> dict[str, float]:
     """The largest relative error of a pass's results; a RuntimeError says what is wrong, and nothing is timed then."""
-    specification = p.eager if p.operator == "fbgemm" else functools.partial(p.ours, backend=dispatch.REFERENCE)
-    exact = Variant(specification, [x.double() for x in p.inputs])
+    exact = Variant(functools.partial(p.ours, backend=dispatch.REFERENCE), [x.double() for x in p.inputs])
     errors = {}
     for what in passes:
         with testing.poisoned():
@@ -56,8 +55,6 @@ def peers(p: Problem, names: tuple[str, ...]) -> dict[str, Run]:
 
 def ours(p: Problem) -> dict[str, Run]:
     """The operator on every backend that runs it here."""
-    if p.operator == "fbgemm":
-        return {"fbgemm": functools.partial(p.ours, backend="fbgemm")}
     found: dict[str, Run] = {}
     for backend in p.backends:
         try:
@@ -73,10 +70,7 @@ _kept: dict[str, tuple[Problem, dict[str, Run]]] = {}  # of cases with torch.com
 
 def warm(name: str, device: torch.device, passes: tuple[str, ...], peer_names: tuple[str, ...]) -> None:
     """Build what a case needs, on fewer rows where that builds the same."""
-    try:
-        p = problem(name, device)
-    except ImportError:
-        return
+    p = problem(name, device)
     found = peers(p, peer_names)
     if "torch.compile" in found:
         _kept[name] = p, found
@@ -98,11 +92,7 @@ def measure(
     """The rows of one case: the gate, then times beside the peers; rates are GB/s of useful bytes. A backend whose
     results are wrong, and a peer that raises, are said to be and have no time.
     """
-    try:
-        p, others = _kept.pop(name, None) or (problem(name, device), None)
-    except ImportError as error:
-        print(f"  {name}: {error}")
-        return []
+    p, others = _kept.pop(name, None) or (problem(name, device), None)
     variants, errors = ours(p), {}
     for backend, run in list(variants.items()):
         try:

@@ -46,3 +46,22 @@ def add(values: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """Every row plus its sequence's row of bias [B, C], in values' dtype."""
     work = torch.promote_types(values.dtype, torch.float32)
     return (values.to(work) + bias.to(work)[jagged.sequence_ids(offsets, values.shape[0])]).to(values.dtype)
+
+
+def to_padded(values: Tensor, offsets: Tensor, longest: int) -> Tensor:
+    """Every sequence in a row of [B, longest, C], cut or followed by zeros."""
+    if values.shape[0] == 0:
+        values = F.pad(values, (0, 0, 0, 1))  # index_select needs a row to point at
+    offsets = offsets.to(torch.int64)
+    row = offsets[:-1, None] + torch.arange(longest, device=values.device)  # [B, longest]
+    there = row < offsets[1:, None]
+    out = values.index_select(0, torch.where(there, row, 0).flatten()).unflatten(0, row.shape)
+    return out.masked_fill(~there[..., None], 0.0)
+
+
+def from_padded(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """The inverse of `to_padded`, [total, C]; zeros for places past the padded length."""
+    longest = padded.shape[1]
+    place = jagged.positions(offsets, total)
+    row = jagged.sequence_ids(offsets, total) * longest + place.clamp(max=longest - 1)
+    return padded.flatten(0, 1).index_select(0, row).masked_fill((place >= longest)[:, None], 0.0)

@@ -21,10 +21,12 @@ __all__ = [
     "applies",
     "compile_cases",
     "concat",
+    "from_padded",
     "most_recent",
     "most_recent_backward",
     "segment_sum",
     "split",
+    "to_padded",
 ]
 
 applies = tiling.applies_to_dtype
@@ -134,6 +136,36 @@ def _join_kernel(
             x = _load(a_ptr, a_at, a_row, in_a, first, C, BN)
             y = _load(b_ptr, b_at, b_row, in_b, first, C, BN)
             _store(out_ptr, tl.where(in_a[:, None], x, y), row, inside, first, C, BN)
+
+
+@triton.jit(do_not_specialize=["rows", "longest"])
+def _pad_kernel(
+    values_ptr, out_ptr, row_offsets, values_row, rows, longest, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Rows of [B * longest, C] from their sequences."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inside = row < rows
+    sequence = row // longest
+    at = tl.load(row_offsets + sequence, mask=inside, other=0).to(tl.int64) + row % longest
+    there = inside & (at < tl.load(row_offsets + sequence + 1, mask=inside, other=0).to(tl.int64))
+    for first in range(0, C, BN):
+        _store(out_ptr, _load(values_ptr, at, values_row, there, first, C, BN), row, inside, first, C, BN)
+
+
+@triton.jit(do_not_specialize=["rows", "longest", "batch", "steps"])
+def _unpad_kernel(
+    padded_ptr, out_ptr, row_offsets, padded_batch, padded_row, rows, longest, batch, steps,
+    C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Rows of [T, C] from [B, longest, C]."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inside = row < rows
+    sequence = _sequence_of(row_offsets, row, batch, steps)
+    place = row - tl.load(row_offsets + sequence).to(tl.int64)
+    base = sequence * padded_batch + place * padded_row
+    for first in range(0, C, BN):
+        x = _load(padded_ptr, base, 1, inside & (place < longest), first, C, BN)
+        _store(out_ptr, x, row, inside, first, C, BN)
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "steps"])
@@ -246,6 +278,31 @@ def split(values: Tensor, a_offsets: Tensor, offsets: Tensor, a_total: int) -> t
     return a, b
 
 
+def to_padded(values: Tensor, offsets: Tensor, longest: int) -> Tensor:
+    """[T, C] -> [B, longest, C]."""
+    values, batch, width = rows_of(values), offsets.shape[0] - 1, values.shape[1]
+    out = _empty(batch * longest, values)
+    t = tile(width)
+    launch(
+        _pad_kernel, triton.cdiv(batch * longest, t.bm), values.device, t,
+        values, out, offsets.contiguous(), values.stride(0), batch * longest, longest, C=width, BM=t.bm, BN=t.bn,
+    )  # fmt: skip
+    return out.view(batch, longest, width)
+
+
+def from_padded(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """[B, longest, C] -> [total, C]."""
+    padded, (_, longest, width) = rows_of(padded), padded.shape
+    out = _empty(total, padded)
+    t = tile(width)
+    launch(
+        _unpad_kernel, triton.cdiv(total, t.bm), padded.device, t,
+        padded, out, offsets.contiguous(), *padded.stride()[:2], total, longest, **_rows(offsets),
+        C=width, BM=t.bm, BN=t.bn,
+    )  # fmt: skip
+    return out
+
+
 def add(values: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """[T, C] + [B, C] of each row's sequence."""
     values, bias = rows_of(values), rows_of(bias)
@@ -287,6 +344,8 @@ def compile_cases() -> list[CompileCase]:
             ("recent add", _recent_add_kernel, {"K": 16}),
             ("concat", _join_kernel, {"SPLIT": False}),
             ("split", _join_kernel, {"SPLIT": True}),
+            ("pad", _pad_kernel, {}),
+            ("unpad", _unpad_kernel, {}),
             ("add", _add_kernel, {}),
             ("sum", _sum_kernel, {"STAGES": sum_tile(width).stages}),
         ):
