@@ -220,7 +220,7 @@ def test_what_is_computed_again_depends_on_who_holds_the_step_up():
 
     assert points(100.0, 1.0) == [(100, ("linear#0", "norm#0"), 4.0), (200, ("norm#0",), 1.0), (300, (), 0.0)]
     assert points(1.0, 100.0) == [(100, ("linear#0", "norm#0"), 4.0), (200, ("linear#0",), 1.0), (300, (), 0.0)]
-    assert points(1.0, 0.5)[-2:] == [(200, ("norm#0",), 1.0), (300, (), 0.0)]
+    assert points(2.0, 0.5)[-2:] == [(200, ("norm#0",), 1.0), (300, (), 0.0)]
     assert points(2.0, 2.0)[-2:] == [(200, ("norm#0",), 1.0), (300, (), 0.0)]  # the device by two seconds
     assert points(2.0, 4.0)[-2:] == [(200, ("linear#0",), 1.0), (300, (), 0.0)]  # the host by two
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from gem_parallel.memory.allocate import Option, hull
+from gem_parallel.memory.allocate import Option
 from gem_parallel.memory.keeper import is_weight
 from gem_parallel.memory.recompute import EagerMode, Function, OpNames, may_be_kept, watched
 
@@ -225,17 +225,23 @@ def curve(
 
 
 def thin(points: list[Point]) -> list[Point]:
-    """At most POINTS of a falling curve: the corners of its hull, and others evenly over the bytes between."""
+    """At most POINTS of a falling curve: both ends, and of equal parts of the bytes between the point that is deepest
+    below the line from end to end."""
     if len(points) <= POINTS:
         return points
-    chosen = set(hull([p.option for p in points])[: POINTS // 2]) | {0, len(points) - 1}
-    low, high = points[0].kept, points[-1].kept
-    for step in range(1, POINTS):
-        if len(chosen) == POINTS:
-            break
-        wanted = low + (high - low) * step / POINTS
-        chosen.add(max(i for i, p in enumerate(points) if p.kept <= wanted))
-    return [points[i] for i in sorted(chosen)]
+    first, last = points[0], points[-1]
+    slope = (first.seconds - last.seconds) / max(last.kept - first.kept, 1)
+    part = (last.kept - first.kept) / (POINTS - 2)
+    best: dict[int, Point] = {}
+
+    def below(point: Point) -> float:
+        return (last.kept - point.kept) * slope - (point.seconds - last.seconds)
+
+    for point in points[1:-1]:
+        key = min(int((point.kept - first.kept) / part), POINTS - 3)
+        if key not in best or below(point) > below(best[key]):
+            best[key] = point
+    return [first, *(best[key] for key in sorted(best)), last]
 
 
 @dataclass(frozen=True, kw_only=True)
