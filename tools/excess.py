@@ -21,6 +21,7 @@ from typing import Any
 
 from gem_train.compare import FITTED, GEM, TRAINED, Contender, compete, contenders
 from gem_train.config import override
+from gem_train.errors import Interrupted
 from gem_train.events import read
 from gem_train.recipes import load
 from gem_train.run_dir import read_json, write_json
@@ -51,9 +52,11 @@ def of_tasks(found: dict[str, Any], optimal: dict[str, Any]) -> dict[str, dict[s
 
 
 def result(everyone: Sequence[Contender], names: Sequence[str], recipe: str, commit: str) -> dict[str, Any]:
-    """The file for docs/benchmarks, of those who finished; GEM must be among them."""
+    """The file for docs/benchmarks, of those who finished. Raises SystemExit where GEM is not among them."""
     done = [(c, n) for c, n in zip(everyone, names, strict=True) if c.finished]
-    gem = next(c for c, n in done if n == GEM)
+    gem = next((c for c, n in done if n == GEM), None)
+    if gem is None:
+        raise SystemExit("GEM has not finished, so there is nothing to compare with")
     told, described = read_json(gem.run.eval_file), read_json(gem.run.model_file)
     rows = [row(c, n) for c, n in done]
     fitted = [
@@ -106,7 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fp32:
         exact = contenders(override(config, ["train.precision=fp32"]), args.out / "fp32", [GEM], 1)
         everyone, names = [*everyone, *exact], [*names, f"{GEM}, float32"]
-    failed = compete(everyone, jobs=args.jobs, say=lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        failed = compete(everyone, jobs=args.jobs, say=lambda line: print(line, file=sys.stderr, flush=True))
+    except Interrupted as stopped:  # those who have finished are told all the same
+        failed = [str(stopped)]
+        print(stopped, file=sys.stderr)
     found = result(everyone, names, args.recipe, args.commit)
     write_json(args.out / "excess.json", found)
     for r in found["rows"]:

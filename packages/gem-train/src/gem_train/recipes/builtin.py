@@ -70,7 +70,7 @@ def clicks10m() -> RunConfig:
             fractions=(0.985, 0.005, 0.01),  # 100,000 to test: a difference to the optimum needs no more
             batch_size=16_384,  # a step of 1024 takes the host as long
             eval_batch_size=16_384,
-            max_history=16,
+            max_history=8,  # what the truth looks back over
             synthetic=SyntheticConfig(events=10_000_000),
         ),
         inputs=InputsConfig(table_dim=16, exclude=("user",)),
