@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from gem_model import GEM, TowerConfig, preset, replay
@@ -140,6 +142,9 @@ def test_on_a_card_replayed_layers_are_the_same_layers(variant):
     for name in want:
         torch.testing.assert_close(got[name], want[name], atol=3e-4, rtol=3e-3, msg=lambda m, name=name: f"{name}: {m}")
     assert 1 <= len(model.layers.replay.graphs) <= 3
+    again = Replay(model.layers)
+    again.load(json.loads(json.dumps(model.layers.replay.state())))
+    assert again.rooms == model.layers.replay.rooms == list(model.layers.replay.graphs)
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,7 @@ class Replay:
         places = {p.device.type for p in self.parameters}
         if places != {"cuda"}:
             raise ValueError(f"CUDA graphs need layers on a CUDA device; these have parameters on {sorted(places)}")
+        self.rooms: list[Room] = []  # which of them serves a batch follows from these alone
         self.graphs: dict[Room, Graph] = {}
         self.pool: Any = None  # the memory of all graphs: they never run at once
         self.sums = GradientSums(self.parameters)
@@ -125,6 +126,14 @@ class Replay:
             return self.layers.through(x, histories, cls)
         out: Tensor = _Replayed.apply(graph, *tensors(*at_capacity(x, histories, cls, graph.room)))
         return out[: x.shape[0]]
+
+    def state(self) -> list[dict[str, Any]]:
+        """The rooms: with them a resumed run does the very same arithmetic, captured anew."""
+        return [asdict(room) for room in self.rooms]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Take the rooms of an earlier process."""
+        self.rooms = [Room(**{name: tuple(v) if isinstance(v, list) else v for name, v in r.items()}) for r in state]
 
     def forget(self) -> None:
         """Drop all graphs and their memory."""
@@ -144,10 +153,8 @@ class Replay:
     def _graph(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Graph | None:
         batch, events = x.shape[0], tuple(h.tokens.shape[0] for h in histories.values())
         longest = tuple(1 << (max(h.max_len, 1) - 1).bit_length() for h in histories.values())
-        found = [graph for room, graph in self.graphs.items() if room.serves(batch, events, longest)]
-        if found:
-            return min(found, key=lambda graph: sum(graph.room.events))
-        if len(self.graphs) == GRAPHS:
+        found = [room for room in self.rooms if room.serves(batch, events, longest)]
+        if not found and len(self.rooms) == GRAPHS:
             if not self._announced:
                 warnings.warn(
                     f"none of the {GRAPHS} CUDA graphs of the layers serves {batch} samples with {events} events: such "
@@ -156,7 +163,12 @@ class Replay:
                 )
             self._announced = True
             return None
-        room = Room(batch=batch, events=tuple(map(capacity, events)), longest=longest)
+        if not found:
+            found = [Room(batch=batch, events=tuple(map(capacity, events)), longest=longest)]
+            self.rooms += found
+        room = min(found, key=lambda room: sum(room.events))
+        if room in self.graphs:
+            return self.graphs[room]
         inputs = at_capacity(x, histories, cls, room)
         graph = self._beside_others(room, inputs)
         if graph is None:

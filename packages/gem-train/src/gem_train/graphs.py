@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gem_lowprec import Conversion
 from gem_model import GEM
+from gem_model.layers import Layers
 from gem_model.replay import Replay
 from gem_parallel import Runtime
 from torch import nn
@@ -47,3 +50,22 @@ def why_not(config: RunConfig, model: nn.Module, conversion: Conversion, runtime
 def describe(reason: str) -> str:
     """One line for the run's folder."""
     return f"launched kernel by kernel: {reason}" if reason else "replayed from CUDA graphs in training"
+
+
+def state(model: nn.Module) -> list[dict[str, Any]]:
+    """What a checkpoint needs to know of the graphs."""
+    replay = _replay(model)
+    return [] if replay is None else replay.state()
+
+
+def load(model: nn.Module, rooms: list[dict[str, Any]]) -> None:
+    """The graphs of an earlier process, to be captured again."""
+    replay = _replay(model)
+    if replay is not None:
+        replay.load(rooms)
+
+
+def _replay(model: nn.Module) -> Replay | None:
+    layers = getattr(model, "layers", None)
+    replay = layers.replay if isinstance(layers, Layers) else None
+    return replay if isinstance(replay, Replay) else None

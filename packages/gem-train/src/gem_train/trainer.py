@@ -30,7 +30,7 @@ from gem_parallel import (
 )
 from torch import Tensor
 
-from gem_train import trouble
+from gem_train import graphs, trouble
 from gem_train.averaging import Average
 from gem_train.config import RunConfig
 from gem_train.data import divided
@@ -87,6 +87,7 @@ class Position:
     skipped: int = 0  # updates left out
     losses: LossHistory = field(default_factory=LossHistory)
     window: list[list[float]] = field(default_factory=list)  # of the progressive validation
+    rooms: list[dict[str, Any]] = field(default_factory=list)  # of the CUDA graphs (gem_model.replay)
 
 
 class Trainer:
@@ -313,6 +314,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Everything that a step depends on; the tensors are the live ones."""
         position = {**vars(self.position), "losses": vars(self.position.losses)}
+        position["rooms"] = graphs.state(self.model.module)
         return {
             **self.model.state_dict(),
             "optimizer": optimizer_state(self.model, self.parts.optimizer),
@@ -351,6 +353,7 @@ class Trainer:
         except (CheckpointError, ValueError) as error:
             raise UserError(f"cannot resume {self.parts.run.path} from step {step}: {error}") from error
         self.position = Position(**position | {"losses": LossHistory(**position.get("losses", {}))})
+        graphs.load(self.model.module, self.position.rooms)
 
     def _save_to(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
         try:

@@ -200,7 +200,7 @@ class TrainConfig:
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    cuda_graphs: Literal["auto", "on", "off"] = "off"
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
