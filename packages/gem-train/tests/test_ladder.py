@@ -12,6 +12,7 @@ import pytest
 import torch
 from gem_kernels import gdpa, jagged_attention
 from gem_kernels.nn import PMA
+from gem_lowprec.attention import _say
 from gem_model import GEM, GemConfig
 from gem_model.sequence import uniform_offsets
 from gem_model.testing import example_inputs, random_batch
@@ -22,7 +23,7 @@ from gem_train.instruments import forward_flops
 from gem_train.ladder import results
 from gem_train.ladder.climb import Options, climb
 from gem_train.ladder.hstu import HstuLayer, layer_flops, time_hstu
-from gem_train.ladder.peers import Operators, install, padded_gdpa, padded_sdpa
+from gem_train.ladder.peers import Operators, fp8_attention, install, padded_gdpa, padded_sdpa
 from gem_train.ladder.rungs import RUNGS, Rung, Stand, never
 from gem_train.measuring.batches import half_filled
 from gem_train.measuring.bench import compile_layers
@@ -180,6 +181,19 @@ def test_each_rung_stands_on_the_last_that_is_not_aside(cache):
     assert base.up(c, config) == Stand(operators=Operators(attention="padded", norm="torch"), settings=("optim.lr=1",))
     larger = next(rung for rung in RUNGS if rung.name == "larger parts")
     assert base.up(larger, config).settings == ("optim.accumulate=2",)
+
+
+def test_fp8_attention_is_for_events_and_near_attention():
+    tensors, offsets = jagged_case(torch.float32)
+    few = fp8_attention(*tensors, *offsets, 5, 7, causal=True)
+    assert torch.equal(few, jagged_attention(*tensors, *offsets, 5, 7, causal=True))
+    lengths = torch.tensor([0, 200, 330])
+    many = [torch.randn(330, 2, 16) for _ in range(3)]
+    _say.cache_clear()
+    with pytest.warns(UserWarning, match="emulated"):
+        got = fp8_attention(*many, lengths, lengths, 200, 200)
+    exact = jagged_attention(*many, lengths, lengths, 200, 200)
+    assert 0 < (got - exact).norm() / exact.norm() < 0.1
 
 
 def test_a_rung_that_fails_or_is_missing_is_stepped_over_with_its_reason(cache, monkeypatch):

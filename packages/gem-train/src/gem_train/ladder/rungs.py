@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gem_lowprec import engine
+from gem_lowprec import attention_engine, engine
 from gem_parallel import Runtime
 
 from gem_train.assemble import resolve_precision
@@ -97,6 +97,16 @@ def _fp8(config: RunConfig, runtime: Runtime) -> str:
     return "" if runs.name == "native" else f"FP8 is {runs.name} here: {runs.why}"
 
 
+def _fp8_attention(config: RunConfig, runtime: Runtime) -> str:
+    model = config.model
+    if model.attention != "softmax":
+        return f"it is softmax attention, the model's is {model.attention}"
+    half = torch.bfloat16 if resolve_precision(config.train.precision, runtime.device) != "fp32" else torch.float32
+    q = torch.empty(1, model.heads, model.head_dim, dtype=half, device=runtime.device)
+    runs = attention_engine("fp8", q, masked=model.causal or model.window is not None)
+    return "" if runs.name == "native" else f"FP8 attention is {runs.name} here: {runs.why}"
+
+
 def _several(config: RunConfig, runtime: Runtime) -> str:
     return "" if runtime.world > 1 else "needs several ranks: with one there is nothing to balance (torchrun)"
 
@@ -130,6 +140,7 @@ RUNGS = (
             "stream": "autocast",
             "parts": "torch",
         },
+        settings=("train.cuda_graphs=off",),
         missing=_softmax,
     ),
     Rung(
@@ -205,7 +216,7 @@ RUNGS = (
     ),
     Rung(
         name="block attention",
-        on="larger parts",
+        on="CUDA graphs",
         what="events attend inside blocks of 64 tokens (another function)",
         operators={"block": 64},
         aside=True,
@@ -213,7 +224,7 @@ RUNGS = (
     ),
     Rung(
         name="sliding window",
-        on="larger parts",
+        on="CUDA graphs",
         what="an event sees 128 events to each side (another function)",
         settings=("model.window=128",),
         aside=True,
@@ -221,7 +232,7 @@ RUNGS = (
     ),
     Rung(
         name="computation skip",
-        on="larger parts",
+        on="CUDA graphs",
         what="events attend to events in every other layer (another function)",
         settings=("model.self_attention_every=2",),
         aside=True,
@@ -229,13 +240,21 @@ RUNGS = (
     ),
     Rung(
         name="GDPA for softmax",
-        on="larger parts",
+        on="CUDA graphs",
         what="the activation in the place of softmax everywhere (another function)",
         settings=("model.attention=gdpa",),
         aside=True,
         same=False,
     ),
-    Rung(name="FP8 attention", what="Q, K, V, P in FP8", missing=never("gem-kernels has no FP8 attention")),
+    Rung(
+        name="FP8 attention",
+        what="events attend in FP8: Q, K, V and P in the forward, the backward in BF16 on those operands",
+        operators={"attention": "fp8"},
+        on="CUDA graphs",
+        aside=True,
+        same=False,
+        missing=_fp8_attention,
+    ),
     Rung(
         name="AutoAC",
         what="layers recomputed where that costs least, half of their activations kept",
