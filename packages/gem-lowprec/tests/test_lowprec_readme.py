@@ -6,7 +6,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_the_examples_run(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     exec("\n".join(blocks), {})
     printed = capsys.readouterr().out.splitlines()
     shown = re.search(r"```\n(recipe mxfp8.*?)```", README.read_text(), flags=re.DOTALL).group(1).splitlines()
