@@ -282,7 +282,10 @@ class PeerNorm(LayerNorm):
         if self.operators.norm != "torch":
             return super().rows(x, residual, residual_bias, offsets, recent)
         y, total = (self(x), x) if residual is None else self(x, residual, residual_bias)
-        return y, total, most_recent(total, offsets, recent) if recent else None
+        if not recent:
+            return y, total, None
+        assert offsets is not None
+        return y, total, most_recent(total, offsets, recent)
 
 
 class PeerLayer(SequenceLayer):
