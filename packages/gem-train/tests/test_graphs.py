@@ -14,6 +14,7 @@ from gem_model.testing import example_inputs
 from gem_train.config import override
 from gem_train.errors import UserError
 from gem_train.graphs import replay_layers, why_not
+from gem_train.ladder.peers import Operators, install
 from gem_train.testing import assembled, tiny_config
 from torch import nn
 
@@ -61,6 +62,14 @@ def test_graphs_that_are_asked_for_and_cant_be_had_stop_the_run(tmp_path):
     config = tiny_config(tmp_path / "cache", "train.cuda_graphs=on")
     with pytest.raises(UserError, match=r"train\.cuda_graphs is on, but CUDA graphs need a CUDA device"):
         assembled(config, tmp_path / "run").__enter__()
+
+
+def test_other_operators_drop_what_was_captured_with_the_last():
+    model = GEM(preset("tiny"), example_inputs())
+    forgotten = []
+    model.layers.replay = SimpleNamespace(forget=lambda: forgotten.append(1))
+    install(model, Operators(attention="padded"))
+    assert forgotten == [1]
 
 
 @pytest.mark.gpu

@@ -35,6 +35,7 @@ from gem_kernels.gdpa.activations import ACTIVATIONS
 from gem_kernels.nn import PMA, LayerNorm
 from gem_lowprec import low_precision_attention
 from gem_model.projection import with_bias
+from gem_model.layers import Layers
 from gem_model.sequence import History, HistoryAttention, PersonalisedFFN, SequenceLayer, uniform_offsets
 from torch import Tensor, nn
 
@@ -75,6 +76,8 @@ def install(model: nn.Module, operators: Operators) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {"attention": [], "ffn": [], "pooling": [], "norm": [], "stream": []}
     for name, module in model.named_modules():
+        if isinstance(module, Layers) and module.replay is not None:
+            module.replay.forget()  # graphs would go on with the operators that they were captured with
         for kind, (plain, peer) in PLACES.items():
             if type(module) in (plain, peer):
                 module.__class__ = peer
