@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gem_kernels import Turn, gated_heads, jagged_attention, rotary_heads
+from gem_kernels import Turn, gated_heads, jagged_attention, rotary_heads, sigmoid_gate
 from gem_kernels.nn import PMA, NormLinear
 from gem_kernels.projections import key_value, side_by_side, triton
 from gem_kernels.testing import loop_rope, offsets_of, poisoned, relative_error
@@ -104,6 +104,29 @@ def test_queries_keys_and_values_are_the_formula(
     compare(got, tuple(expected), leaves, wide, dtype)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(3, 7, 24), (29, 16), (6,), (2, 3, 2, 10), (0, 3, 8)])
+def test_a_sigmoid_gate_is_the_formula(shape, biased, dtype, backend, device):
+    x, logits = (normal(*shape, seed=s, dtype=dtype, device=device) for s in (1, 2))
+    bias = normal(shape[-1], seed=3, dtype=torch.float32, device=device)
+    leaves = [x, logits, *([bias] if biased else [])]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    held = wide[1] + (wide[2] - wide[2].detach() if biased else 0)
+    with poisoned():
+        got = sigmoid_gate(x, logits, bias=bias if biased else None, backend=backend)
+    compare((got,), (wide[0] / (1 + torch.exp(-held)),), leaves, wide, dtype)
+
+
+def test_a_gates_gradient_may_be_part_of_a_wider_one(device):
+    x, logits = (normal(5, 3, 16, seed=s, dtype=torch.float32, device=device) for s in (1, 2))
+    found = [torch.cat((x, sigmoid_gate(x, logits, backend=b), x), dim=1) for b in ("triton", "reference")]
+    probe = torch.randn(5, 9, 16, device=device)
+    for a, b in zip(*(torch.autograd.grad((y * probe).sum(), (x, logits)) for y in found), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_rows_of_a_wider_matrix_are_read_where_they_are(device):
     wide = normal(6, 40, seed=1, dtype=torch.float32, device=device)
     packed = wide[:, 4:36]
@@ -190,6 +213,10 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(ValueError, match=says):
             call()
+    with pytest.raises(ValueError, match=r"logits must be like x, \(3, 24\)"):
+        sigmoid_gate(packed, packed[:2])
+    with pytest.raises(TypeError, match="one floating dtype"):
+        sigmoid_gate(packed, packed.half())
     with pytest.raises(TypeError, match="int64"):
         gated_heads(packed.long(), 8, 2)
 

@@ -12,7 +12,7 @@ from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
 from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.norms import layer_norm, qk_norm, rms_norm
-from gem_kernels.projections import Turn, gated_heads, rotary_heads
+from gem_kernels.projections import Turn, gated_heads, rotary_heads, sigmoid_gate
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
 from gem_kernels.sequences.padded import jagged_to_padded, padded_to_jagged
@@ -47,5 +47,6 @@ __all__ = [
     "rotary_heads",
     "rote",
     "rote_positions",
+    "sigmoid_gate",
     "why",
 ]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import torch
-from gem_kernels import most_recent
+from gem_kernels import most_recent, sigmoid_gate
 from gem_kernels.nn import LayerNorm
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from gem_model.dropout import Dropout
 from gem_model.interaction import TokenMix, Wukong
 from gem_model.names import ByName
 from gem_model.pooling import make_pool, pool
-from gem_model.projection import unaligned, working_dtype
+from gem_model.projection import project, unaligned, with_bias, working_dtype
 from gem_model.sequence import History, SequenceLayer
 
 
@@ -30,7 +30,10 @@ class Gating(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, n, d] -> [B, n, d]."""
-        return torch.sigmoid(self.linear(x)) * x
+        logits, bias = project(self.linear, x)
+        if logits.dtype != x.dtype:  # float32 tokens under autocast
+            return torch.sigmoid(with_bias(logits, bias)) * x
+        return sigmoid_gate(x, logits, bias=bias)
 
 
 class Summary(nn.Module):

@@ -20,7 +20,7 @@ from gem_kernels.checks import FLOATS
 from gem_kernels.operator import operator
 from gem_kernels.projections import reference
 
-__all__ = ["Turn", "gated_heads", "key_value", "rotary_heads"]
+__all__ = ["Turn", "gated_heads", "key_value", "rotary_heads", "sigmoid_gate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +137,36 @@ def rotary_heads(
     return _Rotary.apply(packed, bias, *weights, len(weights), heads, positions, bases, readers, float(eps), name)  # type: ignore[no-any-return]
 
 
+def sigmoid_gate(x: Tensor, logits: Tensor, *, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
+    """y = x * sigmoid(logits), in float32.
+
+    Args:
+        x: [..., C] float16, bfloat16, float32 or float64.
+        logits: like x.
+        bias: [C] floating, which the logits hold already, as in `gated_heads`.
+        backend: "reference" or "triton"; None lets `dispatch` choose.
+
+    Returns:
+        y [..., C] in x's dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or devices that do not fit.
+        RuntimeError: the backend asked for cannot run this.
+    """
+    if x.dtype not in FLOATS or logits.dtype != x.dtype:
+        raise TypeError(f"x and logits must be of one floating dtype; got {x.dtype} and {logits.dtype}")
+    if x.dim() == 0 or logits.shape != x.shape or logits.device != x.device:
+        raise ValueError(
+            f"logits must be like x, {tuple(x.shape)} on {x.device}; got {tuple(logits.shape)} on {logits.device}"
+        )
+    if bias is not None:
+        _check_weight("bias", bias, x.shape[-1])
+    name = dispatch.choose("projections", x, backend, ())
+    if name == dispatch.REFERENCE or x.numel() == 0:
+        return reference.sigmoid_gate(x, reference.with_bias(logits, bias))
+    return _Sigmoid.apply(x, logits, bias, name)  # type: ignore[no-any-return]
+
+
 def key_value(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """The two parts of [k || v] = packed as they are: views [T, H, D] of [T, 2 H D].
 
@@ -202,6 +232,21 @@ class _KeyValue(torch.autograd.Function):
         if side_by_side(dk, dv):
             return dk.as_strided((rows, 2 * heads * dim), (2 * heads * dim, 1)), None
         return torch.stack((dk, dv), dim=1).view(rows, 2 * heads * dim), None
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, logits: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+        ctx.save_for_backward(x, logits, bias)
+        ctx.backend = backend
+        return _sigmoid(x, logits, backend)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, logits, bias = ctx.saved_tensors
+        dx, dlogits, dbias = _sigmoid_backward(dy, x, logits, bias, ctx.backend)
+        return dx, dlogits, None if bias is None else dbias, None
 
 
 class _Gated(torch.autograd.Function):
@@ -319,3 +364,25 @@ def _rotary_backward(
 def _(grads, packed, weights, bias, *_rest):  # type: ignore[no-untyped-def]
     vectors = [packed.new_empty(0) if v is None else v.new_empty(v.shape) for v in (bias, *weights)]
     return [packed.new_empty(packed.shape), *vectors]
+
+
+@operator("sigmoid_gate")
+def _sigmoid(x: Tensor, logits: Tensor, backend: str) -> Tensor:
+    return dispatch.module("projections", backend).sigmoid(x, logits)  # type: ignore[no-any-return]
+
+
+@_sigmoid.register_fake
+def _(x, logits, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
+@operator("sigmoid_gate_backward")
+def _sigmoid_backward(
+    dy: Tensor, x: Tensor, logits: Tensor, bias: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return dispatch.module("projections", backend).sigmoid_backward(dy, x, logits, bias)  # type: ignore[no-any-return]
+
+
+@_sigmoid_backward.register_fake
+def _(dy, x, logits, bias, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(0) if bias is None else bias.new_empty(bias.shape)

@@ -33,6 +33,12 @@ def turned(x: Tensor, positions: list[Tensor], bases: list[float]) -> Tensor:
     return torch.cat([rotary.rotate(h, p, b) for h, p, b in zip(halves, positions, bases, strict=True)], dim=1)
 
 
+def sigmoid_gate(x: Tensor, logits: Tensor) -> Tensor:
+    """x * sigmoid(logits), at least float32 in between."""
+    work = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(work) * torch.sigmoid(logits.to(work))).to(x.dtype)
+
+
 def gated_heads(packed: Tensor, hidden: int, heads: int, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """silu(gate) * up [T, hidden] and the normed heads [T, H, D]; at least float32 in between."""
     gate, up, rest = packed.split((hidden, hidden, packed.shape[1] - 2 * hidden), dim=1)

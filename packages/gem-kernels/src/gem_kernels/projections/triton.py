@@ -19,7 +19,16 @@ from gem_kernels import dispatch, tiling
 from gem_kernels.norms import triton as norms
 from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature
 
-__all__ = ["applies", "compile_cases", "gated", "gated_backward", "rotary", "rotary_backward"]
+__all__ = [
+    "applies",
+    "compile_cases",
+    "gated",
+    "gated_backward",
+    "rotary",
+    "rotary_backward",
+    "sigmoid",
+    "sigmoid_backward",
+]
 
 MAX_WIDTH = 8192  # of the heads together
 COLUMNS = 512  # of a tile of gate and up
@@ -74,6 +83,50 @@ def _gate_backward_kernel(
         base = parts_f32 + part * (2 * HIDDEN) + column
         tl.store(base, tl.sum(sum_gate, axis=0), mask=inside)
         tl.store(base + HIDDEN, tl.sum(sum_up, axis=0), mask=inside)
+
+
+@triton.jit
+def _sigmoid_kernel(
+    x_ptr, logits_ptr, y_ptr, rows, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // CHUNKS).to(tl.int64) * BM + tl.arange(0, BM)
+    column = program % CHUNKS * BN + tl.arange(0, BN)
+    mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    y = x * tl.sigmoid(tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32))
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "tiles"])
+def _sigmoid_backward_kernel(
+    x_ptr, logits_ptr, dy_ptr, dx_ptr, dlogits_ptr, parts_f32, dy_batch, dy_row, tokens, rows, tiles,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dy [B, tokens, WIDTH] may be a part of a wider tensor."""
+    part = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    column = tl.program_id(0) % CHUNKS * BN + tl.arange(0, BN)
+    inside = column < WIDTH
+    if BIAS:
+        total = tl.zeros((BM, BN), tl.float32)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        row = (i * (tl.num_programs(0) // CHUNKS).to(tl.int64) + part) * BM + tl.arange(0, BM)
+        mask = (row < rows)[:, None] & inside[None, :]
+        at = row[:, None] * WIDTH + column[None, :]
+        from_ = (row // tokens * dy_batch + row % tokens * dy_row)[:, None] + column[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + from_, mask=mask, other=0.0).to(tl.float32)
+        open_ = tl.sigmoid(tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32))
+        dx = dy * open_
+        dlogits = dx * x * (1.0 - open_)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dlogits_ptr + at, dlogits.to(dlogits_ptr.dtype.element_ty), mask=mask)
+        if BIAS:
+            total += dlogits
+    if BIAS:
+        tl.store(parts_f32 + part * WIDTH + column, tl.sum(total, axis=0), mask=inside)
 
 
 @triton.jit
@@ -364,6 +417,37 @@ def _backward(
     return dweights
 
 
+def sigmoid(x: Tensor, logits: Tensor) -> Tensor:
+    """x * sigmoid(logits), [..., C]."""
+    x, logits, width = x.contiguous(), logits.contiguous(), x.shape[-1]
+    y, rows, t = torch.empty_like(x), x.numel() // width, _gate_tile(width, False)
+    chunks = triton.cdiv(width, t.bn)
+    launch(
+        _sigmoid_kernel, triton.cdiv(rows, t.bm) * chunks, x.device, t, x, logits, y, rows,
+        WIDTH=width, CHUNKS=chunks, BM=t.bm, BN=t.bn,
+    )  # fmt: skip
+    return y
+
+
+def sigmoid_backward(dy: Tensor, x: Tensor, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, of the logits, and of the bias ([0] without one)."""
+    x, logits, width = x.contiguous(), logits.contiguous(), x.shape[-1]
+    dy = rows_of(dy) if dy.dim() == 3 else dy.reshape(1, -1, width)
+    rows, tokens, t = x.numel() // width, dy.shape[1], _gate_tile(width, True)
+    dx, dlogits, dbias = torch.empty_like(x), torch.empty_like(x), _empty_like(bias, x)
+    chunks = triton.cdiv(width, t.bn)
+    parts, each = _shares(rows, t.bm)
+    sums = torch.empty(parts * width if bias is not None else 0, dtype=torch.float32, device=x.device)
+    launch(
+        _sigmoid_backward_kernel, parts * chunks, x.device, t,
+        x, logits, dy, dx, dlogits, sums, dy.stride(0), dy.stride(1), tokens, rows, each,
+        WIDTH=width, CHUNKS=chunks, BM=t.bm, BN=t.bn, BIAS=bias is not None, STAGES=t.stages,
+    )  # fmt: skip
+    if bias is not None:
+        _sum(sums, parts, dbias)
+    return dx, dlogits, dbias
+
+
 def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float) -> tuple[Tensor, Tensor]:
     """silu(gate) * up [T, hidden], and the heads behind them."""
     packed = rows_of(packed)
@@ -442,6 +526,13 @@ def compile_cases() -> list[CompileCase]:
                 constants |= {"BIAS": True, "STAGES": t.stages}
             types, divisible = signature(kernel, "bf16", constants)
             cases.append(CompileCase(f"projections {name} bf16 c{hidden}", kernel, types, constants, t, divisible))
+        for name, kernel in (("sigmoid", _sigmoid_kernel), ("sigmoid backward", _sigmoid_backward_kernel)):
+            backward = kernel is _sigmoid_backward_kernel
+            t, width = _gate_tile(heads * dim, backward), heads * dim
+            constants = {"WIDTH": width, "CHUNKS": triton.cdiv(width, t.bn), "BM": t.bm, "BN": t.bn}
+            constants |= {"BIAS": True, "STAGES": t.stages} if backward else {}
+            types, divisible = signature(kernel, "bf16", constants)
+            cases.append(CompileCase(f"projections {name} bf16 c{width}", kernel, types, constants, t, divisible))
         for slots in (1, 2):
             shared: dict[str, object] = {
                 "SLOTS": slots, **_shape(heads, dim), "EPS": 1e-6, "NORM": True, "TURNS": turns if slots == 2 else 0,
