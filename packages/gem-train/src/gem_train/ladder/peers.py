@@ -34,8 +34,8 @@ from gem_kernels import block_attention, jagged, jagged_attention, layer_norm, m
 from gem_kernels.gdpa.activations import ACTIVATIONS
 from gem_kernels.nn import PMA, LayerNorm
 from gem_lowprec import low_precision_attention
-from gem_model.projection import with_bias
 from gem_model.layers import Layers
+from gem_model.projection import with_bias
 from gem_model.sequence import History, HistoryAttention, PersonalisedFFN, SequenceLayer, uniform_offsets
 from torch import Tensor, nn
 
