@@ -199,15 +199,16 @@ class GradientSums:
 
     def take(self, used: list[int]) -> None:
         """Make `.grad` of these parameters the part that is added to, holding what they have so far."""
-        if all(self.parameters[i].grad is None for i in used):
-            self.flat.zero_()
-        elif all(self.parameters[i].grad is self.views[i] for i in used):
+        pairs = [(self.parameters[i], self.views[i]) for i in used]
+        if all(p.grad is view for p, view in pairs):
             return
-        for i in used:
-            p, view = self.parameters[i], self.views[i]
+        new = all(p.grad is None for p, _ in pairs)
+        if new:
+            self.flat.zero_()
+        for p, view in pairs:
             if p.grad is not None and p.grad is not view:
                 view.copy_(p.grad)
-            elif p.grad is None:
+            elif p.grad is None and not new:
                 view.zero_()
             p.grad = view
 

@@ -32,6 +32,7 @@ from gem_parallel.config import ParallelConfig, RowWiseAdagrad, SparseSGD
 from gem_parallel.planning.topology import Topology
 from gem_parallel.runtime import Runtime
 from gem_parallel.sparse.groups import TableGroups, move_plan
+from gem_parallel.sparse.recat import keep_recats
 
 TABLE_MODULES = (EmbeddingBagCollection, EmbeddingCollection)
 
@@ -218,6 +219,7 @@ def shard_tables(
     divided by the world (by the group that holds one copy, with `groups`), as FSDP2 divides the dense ones, so that
     both are gradients of the loss averaged over ranks.
     """
+    keep_recats()
     config = config or ParallelConfig()
     optimizer, options = _fused_optimizer(sparse, config)
     fused: dict[str, Any] = {}
