@@ -4,7 +4,7 @@ import pytest
 import torch
 from gem_kernels import Turn, gated_heads, jagged_attention, rotary_heads, sigmoid_gate
 from gem_kernels.nn import PMA, NormLinear
-from gem_kernels.projections import key_value, side_by_side, triton
+from gem_kernels.projections import gates, key_value, side_by_side, triton
 from gem_kernels.testing import loop_rope, offsets_of, poisoned, relative_error
 from gem_kernels.tiling import Tile
 
@@ -18,9 +18,9 @@ def small_launches(monkeypatch, device):
     if device.type == "cpu":
         real = triton.tile
         monkeypatch.setattr(triton, "tile", lambda h, d, b: Tile(bm=4, bn=real(h, d, b).bn))
-        monkeypatch.setattr(triton, "PARTS", 3)
-        monkeypatch.setattr(triton, "COLUMNS", 16)
-        monkeypatch.setattr(triton, "ELEMENTS", 64)
+        monkeypatch.setattr(gates, "PARTS", 3)
+        monkeypatch.setattr(gates, "COLUMNS", 16)
+        monkeypatch.setattr(gates, "ELEMENTS", 64)
 
 
 def normal(*shape, seed, dtype, device):

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gem_kernels import dispatch, tiling
-from gem_kernels.norms import triton as norms
+from gem_kernels.projections import gates
+from gem_kernels.projections.gates import empty_like, shares, sigmoid, sigmoid_backward, sum_up
 from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature
 
 __all__ = [
@@ -31,102 +32,6 @@ __all__ = [
 ]
 
 MAX_WIDTH = 8192  # of the heads together
-COLUMNS = 512  # of a tile of gate and up
-ELEMENTS = 2048  # of a tile
-PARTS = norms.PARTS
-
-
-@triton.jit
-def _gate_kernel(
-    packed_ptr, h_ptr, packed_row, rows, HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
-    program = tl.program_id(0)
-    row = (program // CHUNKS).to(tl.int64) * BM + tl.arange(0, BM)
-    column = program % CHUNKS * BN + tl.arange(0, BN)
-    mask = (row < rows)[:, None] & (column < HIDDEN)[None, :]
-    at = row[:, None] * packed_row + column[None, :]
-    gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
-    h = gate * tl.sigmoid(gate) * up
-    tl.store(h_ptr + row[:, None] * HIDDEN + column[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows", "tiles"])
-def _gate_backward_kernel(
-    packed_ptr, dh_ptr, dpacked_ptr, parts_f32, packed_row, dh_row, dpacked_row, rows, tiles,
-    HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    part = (tl.program_id(0) // CHUNKS).to(tl.int64)
-    column = tl.program_id(0) % CHUNKS * BN + tl.arange(0, BN)
-    inside = column < HIDDEN
-    if BIAS:
-        sum_gate = tl.zeros((BM, BN), tl.float32)
-        sum_up = tl.zeros((BM, BN), tl.float32)
-    for i in tl.range(0, tiles, num_stages=STAGES):
-        row = (i * (tl.num_programs(0) // CHUNKS).to(tl.int64) + part) * BM + tl.arange(0, BM)
-        mask = (row < rows)[:, None] & inside[None, :]
-        at = row[:, None] * packed_row + column[None, :]
-        gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
-        dh = tl.load(dh_ptr + row[:, None] * dh_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        open_ = tl.sigmoid(gate)
-        dup = dh * gate * open_
-        dgate = dh * up * open_ * (1.0 + gate * (1.0 - open_))
-        to = row[:, None] * dpacked_row + column[None, :]
-        tl.store(dpacked_ptr + to, dgate.to(dpacked_ptr.dtype.element_ty), mask=mask)
-        tl.store(dpacked_ptr + HIDDEN + to, dup.to(dpacked_ptr.dtype.element_ty), mask=mask)
-        if BIAS:
-            sum_gate += dgate
-            sum_up += dup
-    if BIAS:
-        base = parts_f32 + part * (2 * HIDDEN) + column
-        tl.store(base, tl.sum(sum_gate, axis=0), mask=inside)
-        tl.store(base + HIDDEN, tl.sum(sum_up, axis=0), mask=inside)
-
-
-@triton.jit
-def _sigmoid_kernel(
-    x_ptr, logits_ptr, y_ptr, rows, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
-    program = tl.program_id(0)
-    row = (program // CHUNKS).to(tl.int64) * BM + tl.arange(0, BM)
-    column = program % CHUNKS * BN + tl.arange(0, BN)
-    mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    at = row[:, None] * WIDTH + column[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    y = x * tl.sigmoid(tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32))
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["tokens", "rows", "tiles"])
-def _sigmoid_backward_kernel(
-    x_ptr, logits_ptr, dy_ptr, dx_ptr, dlogits_ptr, parts_f32, dy_batch, dy_row, tokens, rows, tiles,
-    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """dy [B, tokens, WIDTH] may be a part of a wider tensor."""
-    part = (tl.program_id(0) // CHUNKS).to(tl.int64)
-    column = tl.program_id(0) % CHUNKS * BN + tl.arange(0, BN)
-    inside = column < WIDTH
-    if BIAS:
-        total = tl.zeros((BM, BN), tl.float32)
-    for i in tl.range(0, tiles, num_stages=STAGES):
-        row = (i * (tl.num_programs(0) // CHUNKS).to(tl.int64) + part) * BM + tl.arange(0, BM)
-        mask = (row < rows)[:, None] & inside[None, :]
-        at = row[:, None] * WIDTH + column[None, :]
-        from_ = (row // tokens * dy_batch + row % tokens * dy_row)[:, None] + column[None, :]
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + from_, mask=mask, other=0.0).to(tl.float32)
-        open_ = tl.sigmoid(tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32))
-        dx = dy * open_
-        dlogits = dx * x * (1.0 - open_)
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        tl.store(dlogits_ptr + at, dlogits.to(dlogits_ptr.dtype.element_ty), mask=mask)
-        if BIAS:
-            total += dlogits
-    if BIAS:
-        tl.store(parts_f32 + part * WIDTH + column, tl.sum(total, axis=0), mask=inside)
 
 
 @triton.jit
@@ -322,31 +227,10 @@ def applies(problem: dispatch.Problem) -> tuple[bool, str]:
 
 
 def tile(heads: int, dim: int, backward: bool) -> Tile:
-    """`ELEMENTS` elements of whole rows; backward, the next tile is loaded while one is computed."""
+    """`gates.ELEMENTS` elements of whole rows; backward, the next tile is loaded while one is computed."""
     width = triton.next_power_of_2(heads) * max(2, triton.next_power_of_2(dim))
     warps = max(8 if backward else 4, min(16, width // 512))  # backward, sums of the columns fill registers
-    return Tile(bm=max(1, ELEMENTS // width), bn=width, warps=warps, stages=2 if backward else 1)
-
-
-def _gate_tile(hidden: int, backward: bool) -> Tile:
-    columns = min(COLUMNS, triton.next_power_of_2(hidden))
-    return Tile(bm=max(1, ELEMENTS // columns), bn=columns, warps=8 if backward else 4, stages=2)
-
-
-def _shares(rows: int, bm: int) -> tuple[int, int]:
-    """Programs that share so many rows, and tiles of each."""
-    tiles = triton.cdiv(rows, bm)
-    each = triton.cdiv(tiles, PARTS)
-    return triton.cdiv(tiles, each) if tiles else 0, each
-
-
-def _sum(sums: Tensor, parts: int, *into: Tensor) -> None:
-    """Add up the programs' sums [parts, columns] into one vector, or two of the same length side by side."""
-    columns = into[0].shape[0]
-    launch(
-        norms._sum_kernel, triton.cdiv(len(into) * columns, norms.SUM.bn), sums.device, norms.SUM,
-        sums, into[0], into[-1], parts, C=columns, BIAS=len(into) == 2, BM=norms.SUM.bm, BN=norms.SUM.bn,
-    )  # fmt: skip
+    return Tile(bm=max(1, gates.ELEMENTS // width), bn=width, warps=warps, stages=2 if backward else 1)
 
 
 def _shape(heads: int, dim: int) -> dict[str, int]:
@@ -394,7 +278,7 @@ def _backward(
     places = [p.contiguous() for p in positions] or [packed]
     given = [packed if w is None else w for w in weights]
     t = tile(heads, dim, True)
-    parts, each = _shares(packed.shape[0] if dim else 0, t.bm)
+    parts, each = shares(packed.shape[0] if dim else 0, t.bm)
     sums, totals = (
         torch.empty(parts * n, dtype=torch.float32, device=packed.device)
         for n in (slots * dim if norm else 0, 0 if dbias is None else dbias.shape[0])
@@ -411,54 +295,17 @@ def _backward(
         for w in weights
     ]
     if norm:
-        _sum(sums, parts, *dweights)
+        sum_up(sums, parts, *dweights)
     if dbias is not None and dbias.shape[0]:
-        _sum(totals, parts, dbias)
+        sum_up(totals, parts, dbias)
     return dweights
-
-
-def sigmoid(x: Tensor, logits: Tensor) -> Tensor:
-    """x * sigmoid(logits), [..., C]."""
-    x, logits, width = x.contiguous(), logits.contiguous(), x.shape[-1]
-    y, rows, t = torch.empty_like(x), x.numel() // width, _gate_tile(width, False)
-    chunks = triton.cdiv(width, t.bn)
-    launch(
-        _sigmoid_kernel, triton.cdiv(rows, t.bm) * chunks, x.device, t, x, logits, y, rows,
-        WIDTH=width, CHUNKS=chunks, BM=t.bm, BN=t.bn,
-    )  # fmt: skip
-    return y
-
-
-def sigmoid_backward(dy: Tensor, x: Tensor, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of the logits, and of the bias ([0] without one)."""
-    x, logits, width = x.contiguous(), logits.contiguous(), x.shape[-1]
-    dy = rows_of(dy) if dy.dim() == 3 else dy.reshape(1, -1, width)
-    rows, tokens, t = x.numel() // width, dy.shape[1], _gate_tile(width, True)
-    dx, dlogits, dbias = torch.empty_like(x), torch.empty_like(x), _empty_like(bias, x)
-    chunks = triton.cdiv(width, t.bn)
-    parts, each = _shares(rows, t.bm)
-    sums = torch.empty(parts * width if bias is not None else 0, dtype=torch.float32, device=x.device)
-    launch(
-        _sigmoid_backward_kernel, parts * chunks, x.device, t,
-        x, logits, dy, dx, dlogits, sums, dy.stride(0), dy.stride(1), tokens, rows, each,
-        WIDTH=width, CHUNKS=chunks, BM=t.bm, BN=t.bn, BIAS=bias is not None, STAGES=t.stages,
-    )  # fmt: skip
-    if bias is not None:
-        _sum(sums, parts, dbias)
-    return dx, dlogits, dbias
 
 
 def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float) -> tuple[Tensor, Tensor]:
     """silu(gate) * up [T, hidden], and the heads behind them."""
     packed = rows_of(packed)
-    rows, dim = packed.shape[0], (packed.shape[1] - 2 * hidden) // heads
-    h = torch.empty(rows, hidden, dtype=packed.dtype, device=packed.device)
-    t = _gate_tile(hidden, False)
-    chunks = triton.cdiv(hidden, t.bn)
-    launch(
-        _gate_kernel, triton.cdiv(rows, t.bm) * chunks, packed.device, t, packed, h, packed.stride(0), rows,
-        HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn,
-    )  # fmt: skip
+    dim = (packed.shape[1] - 2 * hidden) // heads
+    h = gates.swiglu(packed, hidden)
     return h, _forward(packed[:, 2 * hidden :], [weight], heads, dim, [], [], eps)[0]
 
 
@@ -467,23 +314,13 @@ def gated_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of packed, of the weight and of the bias ([0] for what there is not)."""
-    packed, dgated = rows_of(packed), rows_of(dgated)
-    rows, dim = packed.shape[0], (packed.shape[1] - 2 * hidden) // heads
+    packed = rows_of(packed)
+    dim = (packed.shape[1] - 2 * hidden) // heads
     dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-    dbias = _empty_like(bias, packed)
-    t = _gate_tile(hidden, True)
-    chunks = triton.cdiv(hidden, t.bn)
-    parts, each = _shares(rows, t.bm)
-    sums = torch.empty(parts * 2 * hidden if bias is not None else 0, dtype=torch.float32, device=packed.device)
-    launch(
-        _gate_backward_kernel, parts * chunks, packed.device, t,
-        packed, dgated, dpacked, sums, packed.stride(0), dgated.stride(0), dpacked.stride(0), rows, each,
-        HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn, BIAS=bias is not None, STAGES=t.stages,
-    )  # fmt: skip
-    if bias is not None:
-        _sum(sums, parts, dbias[: 2 * hidden])
-    q, dq_to = packed[:, 2 * hidden :], dpacked[:, 2 * hidden :]
+    dbias = empty_like(bias, packed)
     behind = None if bias is None else dbias[2 * hidden :]
+    gates.swiglu_backward(rows_of(dgated), packed, dpacked, None if bias is None else dbias[: 2 * hidden], hidden)
+    q, dq_to = packed[:, 2 * hidden :], dpacked[:, 2 * hidden :]
     (dweight,) = _backward([None, dq], q, dq_to, [weight], behind, heads, dim, [], [], eps)
     return dpacked, dweight, dbias
 
@@ -504,35 +341,15 @@ def rotary_backward(
     packed = rows_of(packed)
     dim = packed.shape[1] // ((len(weights) + 1) * heads)
     dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-    dbias = _empty_like(bias, packed)
+    dbias = empty_like(bias, packed)
     into = None if bias is None else dbias
     return [dpacked, dbias, *_backward(grads, packed, dpacked, weights, into, heads, dim, positions, bases, eps)]
 
 
-def _empty_like(vector: Tensor | None, packed: Tensor) -> Tensor:
-    return packed.new_empty(0) if vector is None else torch.empty_like(vector)
-
-
 def compile_cases() -> list[CompileCase]:
     """Every kernel at the shapes of GEM's preset "large", and of a small one with odd sizes."""
-    cases = []
-    for heads, dim, hidden, turns in ((4, 128, 1024, 1), (3, 24, 80, 2)):
-        for name, kernel in (("gate", _gate_kernel), ("gate backward", _gate_backward_kernel)):
-            t = _gate_tile(hidden, kernel is _gate_backward_kernel)
-            constants: dict[str, object] = {
-                "HIDDEN": hidden, "CHUNKS": triton.cdiv(hidden, t.bn), "BM": t.bm, "BN": t.bn
-            }  # fmt: skip
-            if kernel is _gate_backward_kernel:
-                constants |= {"BIAS": True, "STAGES": t.stages}
-            types, divisible = signature(kernel, "bf16", constants)
-            cases.append(CompileCase(f"projections {name} bf16 c{hidden}", kernel, types, constants, t, divisible))
-        for name, kernel in (("sigmoid", _sigmoid_kernel), ("sigmoid backward", _sigmoid_backward_kernel)):
-            backward = kernel is _sigmoid_backward_kernel
-            t, width = _gate_tile(heads * dim, backward), heads * dim
-            constants = {"WIDTH": width, "CHUNKS": triton.cdiv(width, t.bn), "BM": t.bm, "BN": t.bn}
-            constants |= {"BIAS": True, "STAGES": t.stages} if backward else {}
-            types, divisible = signature(kernel, "bf16", constants)
-            cases.append(CompileCase(f"projections {name} bf16 c{width}", kernel, types, constants, t, divisible))
+    cases = gates.compile_cases()
+    for heads, dim, turns in ((4, 128, 1), (3, 24, 2)):
         for slots in (1, 2):
             shared: dict[str, object] = {
                 "SLOTS": slots, **_shape(heads, dim), "EPS": 1e-6, "NORM": True, "TURNS": turns if slots == 2 else 0,

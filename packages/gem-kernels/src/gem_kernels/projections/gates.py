@@ -1,0 +1,217 @@
+"""Gates of projections in portable Triton, and what all kernels of this folder share.
+
+SwiGLU of [gate || up], a sigmoid beside a token, and their gradients: each number is read once and written once. Sums
+for biases are made in two stages of fixed order, as those of `gem_kernels.norms.triton`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem_kernels.norms import triton as norms
+from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature
+
+COLUMNS = 512  # of a tile of gate and up
+ELEMENTS = 2048  # of a tile
+PARTS = norms.PARTS
+
+
+@triton.jit
+def _gate_kernel(
+    packed_ptr, h_ptr, packed_row, rows, HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // CHUNKS).to(tl.int64) * BM + tl.arange(0, BM)
+    column = program % CHUNKS * BN + tl.arange(0, BN)
+    mask = (row < rows)[:, None] & (column < HIDDEN)[None, :]
+    at = row[:, None] * packed_row + column[None, :]
+    gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
+    h = gate * tl.sigmoid(gate) * up
+    tl.store(h_ptr + row[:, None] * HIDDEN + column[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _gate_backward_kernel(
+    packed_ptr, dh_ptr, dpacked_ptr, parts_f32, packed_row, dh_row, dpacked_row, rows, tiles,
+    HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    part = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    column = tl.program_id(0) % CHUNKS * BN + tl.arange(0, BN)
+    inside = column < HIDDEN
+    if BIAS:
+        sum_gate = tl.zeros((BM, BN), tl.float32)
+        sum_up = tl.zeros((BM, BN), tl.float32)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        row = (i * (tl.num_programs(0) // CHUNKS).to(tl.int64) + part) * BM + tl.arange(0, BM)
+        mask = (row < rows)[:, None] & inside[None, :]
+        at = row[:, None] * packed_row + column[None, :]
+        gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
+        dh = tl.load(dh_ptr + row[:, None] * dh_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        open_ = tl.sigmoid(gate)
+        dup = dh * gate * open_
+        dgate = dh * up * open_ * (1.0 + gate * (1.0 - open_))
+        to = row[:, None] * dpacked_row + column[None, :]
+        tl.store(dpacked_ptr + to, dgate.to(dpacked_ptr.dtype.element_ty), mask=mask)
+        tl.store(dpacked_ptr + HIDDEN + to, dup.to(dpacked_ptr.dtype.element_ty), mask=mask)
+        if BIAS:
+            sum_gate += dgate
+            sum_up += dup
+    if BIAS:
+        base = parts_f32 + part * (2 * HIDDEN) + column
+        tl.store(base, tl.sum(sum_gate, axis=0), mask=inside)
+        tl.store(base + HIDDEN, tl.sum(sum_up, axis=0), mask=inside)
+
+
+@triton.jit
+def _sigmoid_kernel(
+    x_ptr, logits_ptr, y_ptr, rows, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // CHUNKS).to(tl.int64) * BM + tl.arange(0, BM)
+    column = program % CHUNKS * BN + tl.arange(0, BN)
+    mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    y = x * tl.sigmoid(tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32))
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "tiles"])
+def _sigmoid_backward_kernel(
+    x_ptr, logits_ptr, dy_ptr, dx_ptr, dlogits_ptr, parts_f32, dy_batch, dy_row, tokens, rows, tiles,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dy [B, tokens, WIDTH] may be a part of a wider tensor."""
+    part = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    column = tl.program_id(0) % CHUNKS * BN + tl.arange(0, BN)
+    inside = column < WIDTH
+    if BIAS:
+        total = tl.zeros((BM, BN), tl.float32)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        row = (i * (tl.num_programs(0) // CHUNKS).to(tl.int64) + part) * BM + tl.arange(0, BM)
+        mask = (row < rows)[:, None] & inside[None, :]
+        at = row[:, None] * WIDTH + column[None, :]
+        from_ = (row // tokens * dy_batch + row % tokens * dy_row)[:, None] + column[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + from_, mask=mask, other=0.0).to(tl.float32)
+        open_ = tl.sigmoid(tl.load(logits_ptr + at, mask=mask, other=0.0).to(tl.float32))
+        dx = dy * open_
+        dlogits = dx * x * (1.0 - open_)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dlogits_ptr + at, dlogits.to(dlogits_ptr.dtype.element_ty), mask=mask)
+        if BIAS:
+            total += dlogits
+    if BIAS:
+        tl.store(parts_f32 + part * WIDTH + column, tl.sum(total, axis=0), mask=inside)
+
+
+def _gate_tile(hidden: int, backward: bool) -> Tile:
+    columns = min(COLUMNS, triton.next_power_of_2(hidden))
+    return Tile(bm=max(1, ELEMENTS // columns), bn=columns, warps=8 if backward else 4, stages=2)
+
+
+def shares(rows: int, bm: int) -> tuple[int, int]:
+    """Programs that share so many rows, and tiles of each."""
+    tiles = triton.cdiv(rows, bm)
+    each = triton.cdiv(tiles, PARTS)
+    return triton.cdiv(tiles, each) if tiles else 0, each
+
+
+def sum_up(sums: Tensor, parts: int, *into: Tensor) -> None:
+    """Add up the programs' sums [parts, columns] into one vector, or two of the same length side by side."""
+    columns = into[0].shape[0]
+    launch(
+        norms._sum_kernel, triton.cdiv(len(into) * columns, norms.SUM.bn), sums.device, norms.SUM,
+        sums, into[0], into[-1], parts, C=columns, BIAS=len(into) == 2, BM=norms.SUM.bm, BN=norms.SUM.bn,
+    )  # fmt: skip
+
+
+def empty_like(vector: Tensor | None, packed: Tensor) -> Tensor:
+    """Memory for a gradient: [0] for that of a vector which there is not."""
+    return packed.new_empty(0) if vector is None else torch.empty_like(vector)
+
+
+def swiglu(packed: Tensor, hidden: int) -> Tensor:
+    """silu(gate) * up [T, hidden] of rows that begin with [gate || up]."""
+    rows = packed.shape[0]
+    h = torch.empty(rows, hidden, dtype=packed.dtype, device=packed.device)
+    t = _gate_tile(hidden, False)
+    chunks = triton.cdiv(hidden, t.bn)
+    launch(
+        _gate_kernel, triton.cdiv(rows, t.bm) * chunks, packed.device, t, packed, h, packed.stride(0), rows,
+        HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn,
+    )  # fmt: skip
+    return h
+
+
+def swiglu_backward(dh: Tensor, packed: Tensor, dpacked: Tensor, dbias: Tensor | None, hidden: int) -> None:
+    """Writes the gradients of gate and up into dpacked, and their columns' sums into dbias [2 hidden]."""
+    rows, t = packed.shape[0], _gate_tile(hidden, True)
+    chunks = triton.cdiv(hidden, t.bn)
+    parts, each = shares(rows, t.bm)
+    sums = torch.empty(parts * 2 * hidden if dbias is not None else 0, dtype=torch.float32, device=packed.device)
+    launch(
+        _gate_backward_kernel, parts * chunks, packed.device, t,
+        packed, dh, dpacked, sums, packed.stride(0), dh.stride(0), dpacked.stride(0), rows, each,
+        HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn, BIAS=dbias is not None, STAGES=t.stages,
+    )  # fmt: skip
+    if dbias is not None:
+        sum_up(sums, parts, dbias)
+
+
+def sigmoid(x: Tensor, logits: Tensor) -> Tensor:
+    """x * sigmoid(logits), [..., C]."""
+    x, logits, width = x.contiguous(), logits.contiguous(), x.shape[-1]
+    y, rows, t = torch.empty_like(x), x.numel() // width, _gate_tile(width, False)
+    chunks = triton.cdiv(width, t.bn)
+    launch(
+        _sigmoid_kernel, triton.cdiv(rows, t.bm) * chunks, x.device, t, x, logits, y, rows,
+        WIDTH=width, CHUNKS=chunks, BM=t.bm, BN=t.bn,
+    )  # fmt: skip
+    return y
+
+
+def sigmoid_backward(dy: Tensor, x: Tensor, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, of the logits, and of the bias ([0] without one)."""
+    x, logits, width = x.contiguous(), logits.contiguous(), x.shape[-1]
+    dy = rows_of(dy) if dy.dim() == 3 else dy.reshape(1, -1, width)
+    rows, tokens, t = x.numel() // width, dy.shape[1], _gate_tile(width, True)
+    dx, dlogits, dbias = torch.empty_like(x), torch.empty_like(x), empty_like(bias, x)
+    chunks = triton.cdiv(width, t.bn)
+    parts, each = shares(rows, t.bm)
+    sums = torch.empty(parts * width if bias is not None else 0, dtype=torch.float32, device=x.device)
+    launch(
+        _sigmoid_backward_kernel, parts * chunks, x.device, t,
+        x, logits, dy, dx, dlogits, sums, dy.stride(0), dy.stride(1), tokens, rows, each,
+        WIDTH=width, CHUNKS=chunks, BM=t.bm, BN=t.bn, BIAS=bias is not None, STAGES=t.stages,
+    )  # fmt: skip
+    if bias is not None:
+        sum_up(sums, parts, dbias)
+    return dx, dlogits, dbias
+
+
+def compile_cases() -> list[CompileCase]:
+    """At the shapes of GEM's preset "large", and of a small one with odd sizes."""
+    cases = []
+    for width, hidden in ((512, 1024), (72, 80)):
+        for name, kernel, columns in (
+            ("gate", _gate_kernel, hidden), ("gate backward", _gate_backward_kernel, hidden),
+            ("sigmoid", _sigmoid_kernel, width), ("sigmoid backward", _sigmoid_backward_kernel, width),
+        ):  # fmt: skip
+            backward = name.endswith("backward")
+            t = _gate_tile(columns, backward)
+            constants: dict[str, object] = {
+                "WIDTH" if kernel in (_sigmoid_kernel, _sigmoid_backward_kernel) else "HIDDEN": columns,
+                "CHUNKS": triton.cdiv(columns, t.bn), "BM": t.bm, "BN": t.bn,
+            }  # fmt: skip
+            constants |= {"BIAS": True, "STAGES": t.stages} if backward else {}
+            types, divisible = signature(kernel, "bf16", constants)
+            cases.append(CompileCase(f"projections {name} bf16 c{columns}", kernel, types, constants, t, divisible))
+    return cases
