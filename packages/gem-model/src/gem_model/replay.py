@@ -133,7 +133,7 @@ class Replay:
 
     def load(self, state: list[dict[str, Any]]) -> None:
         """Take the rooms of an earlier process."""
-        self.rooms = [Room(**{name: tuple(v) if isinstance(v, list) else v for name, v in r.items()}) for r in state]
+        self.rooms = [Room(batch=r["batch"], events=tuple(r["events"]), longest=tuple(r["longest"])) for r in state]
 
     def forget(self) -> None:
         """Drop all graphs and their memory."""
