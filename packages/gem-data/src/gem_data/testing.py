@@ -152,8 +152,10 @@ def brute_counter(log: EventLog, name: str, row: int) -> float:
     schema = log.schema
     counter = {c.name: c for c in schema.counters}[name]
     if counter.kind == "neighbour":
-        columns = [np.asarray(log.column(c)) for c in (*counter.key, str(counter.over), str(counter.value))]
-        return float(brute_neighbours(*columns, np.asarray(log.time), prior=counter.prior, delay=schema.delay)[row])
+        columns = (*counter.key, str(counter.over), str(counter.value))
+        key, item, value = (np.asarray(log.column(c)) for c in columns)
+        found = brute_neighbours(key, item, value, np.asarray(log.time), prior=counter.prior, delay=schema.delay)
+        return float(found[row])
 
     delay = schema.delay
     if counter.task is not None:
