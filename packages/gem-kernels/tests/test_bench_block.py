@@ -77,7 +77,7 @@ def test_what_is_wrong_or_raises_is_stepped_over(monkeypatch, device, capsys):
     monkeypatch.setattr(block.timing, "interleaved", lambda runs, rounds, rep: dict.fromkeys(runs, 0.5))
     run, _ = block.ours(make("window-64-4096", device, LENGTHS))["triton"]
     found = {"triton": run, "bent": lambda q, k, v: run(q, k, v) * 1.02}
-    monkeypatch.setattr(block, "ours", lambda p: {name: (r, p.inputs) for name, r in found.items()})
+    monkeypatch.setattr(block, "ours", lambda p, only, skip: {name: (r, p.inputs) for name, r in found.items()})
 
     def broken(*_x):
         raise NotImplementedError("no windows here")

@@ -71,7 +71,7 @@ def test_rows_of_a_case(monkeypatch, device):
 def test_what_is_wrong_is_stepped_over(monkeypatch, device, capsys):
     p = norms.problem("rms-256", device, shrink=2**13)
     monkeypatch.setattr(norms, "problem", lambda name, where: p)
-    monkeypatch.setattr(norms, "ours", lambda p: {"triton": lambda x, w: p.eager(x, w) * 1.02})
+    monkeypatch.setattr(norms, "ours", lambda p, only, skip: {"triton": lambda x, w: p.eager(x, w) * 1.02})
     monkeypatch.setattr(norms.timing, "captured", lambda run: run)
     monkeypatch.setattr(norms.timing, "interleaved", lambda runs, rounds, rep: dict.fromkeys(runs, 0.5))
     options = {"peer_names": ("torch",), "rounds": 1, "rep": 1, "ceilings": {}, "gate_only": False}

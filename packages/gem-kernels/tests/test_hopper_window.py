@@ -65,6 +65,42 @@ class TestKernels:
             assert relative_error(a, b) < 1e-2
 
 
+@pytest.mark.parametrize("name", ["one pass", "one pass, two groups", "tiles of 128"])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16)])
+class TestPast:
+    """Self-attention over the past in every configuration."""
+
+    pytestmark = gpu
+
+    def test_both_passes(self, dim, dtype, name):
+        for left in (64, 0, 10, 63, 65, 130, 300):
+            self.check(dim, dtype, name, left)
+
+    def check(self, dim, dtype, name, left):
+        from gem_kernels.jagged_attention import window
+
+        config = window.CONFIGS[name]
+
+        generator = torch.Generator().manual_seed(left)
+        drawn = torch.randint(0, 700, (60,), generator=generator).tolist()
+        lengths = LQ + drawn
+        q, k, v, dout, offsets, _ = problem(dim, lengths, lengths, heads=3, dtype=dtype)
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        expected, lse = dense(*leaves, lengths, lengths, left, 0)
+        dlse = torch.randn_like(lse)
+        gradients = torch.autograd.grad((expected * dout.double()).sum() + (lse * dlse).sum(), leaves)
+        where = offsets, offsets, dim**-0.5, left, 0
+        with poisoned():
+            got, got_lse = window.forward(q, k, v, *where, config=config)
+            runs = [window.backward(dout, dlse.float(), q, k, v, got, got_lse, *where, config=config) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        bound = 1e-3 if dtype == torch.float16 else 5e-3
+        assert relative_error(got, expected) < bound
+        assert (got_lse.double() - lse).abs().max() < 1e-4
+        for a, b in zip(runs[0], gradients, strict=True):
+            assert relative_error(a, b) < 2 * bound
+
+
 class TestManyTiles:
     pytestmark = gpu
 
@@ -101,6 +137,17 @@ class TestManyTiles:
         wanted = torch.autograd.grad(expected, exact, dout.double())
         for a, b in zip(torch.autograd.grad(got, leaves, dout), wanted, strict=True):
             assert relative_error(a, b) < 1e-2
+
+
+def test_whose_past_it_is():
+    from gem_kernels.jagged_attention import window
+
+    offsets = torch.tensor([0, 3, 4])
+    assert window._of_the_past(offsets, offsets, 0)
+    assert window._of_the_past(offsets, offsets[:], 0)
+    assert not window._of_the_past(offsets, offsets.clone(), 0)
+    assert not window._of_the_past(offsets, offsets[:2], 0)
+    assert not window._of_the_past(offsets, offsets, 1)
 
 
 def test_which_problems():

@@ -177,10 +177,8 @@ def _by_turns(options: argparse.Namespace, names: list[str], words: list[str]) -
     """The block and norms suites: processes build side by side, then measure one after the other."""
     from gem_kernels.bench import turns
 
-    if options.suite == "norms" and (options.variant or options.skip or options.activation):
-        raise SystemExit("the norms suite has one variant of each case: no --variant, --skip or --activation")
-    if options.suite == "block" and options.activation:
-        raise SystemExit("the cases of the block suite have their activations: no --activation")
+    if options.activation:
+        raise SystemExit("the cases of the block and norms suites have their activations: no --activation")
     if options.suite == "norms" and (not options.peer or "torch.compile" in options.peer):
         turns.import_compiler()
     rows: list[dict[str, Any]] = []
@@ -209,7 +207,7 @@ class _Suite:
     def build(self, name: str, device: torch.device) -> None:
         """Everything that a case runs, once."""
         suite = norms if self.options.suite == "norms" else block
-        suite.warm(name, device, self.passes, tuple(self.options.peer))
+        suite.warm(name, device, self.passes, tuple(self.options.peer), self.options.variant, tuple(self.options.skip))
 
     def measure(self, name: str, device: torch.device, ceilings: dict[str, float]) -> list[dict[str, Any]]:
         """The case's rows."""
@@ -224,9 +222,9 @@ def _measure(
         "passes": tuple(options.passes or ("forward", "backward")), "peer_names": tuple(options.peer),
         "rounds": options.rounds, "rep": options.rep, "ceilings": found, "gate_only": options.gate_only,
     }  # fmt: skip
-    if options.suite == "norms":
-        return norms.measure(name, device, **shared)
     chosen: dict[str, Any] = {"only": options.variant, "skip": tuple(options.skip)}
+    if options.suite == "norms":
+        return norms.measure(name, device, **chosen, **shared)
     if options.suite == "block":
         return block.measure(name, device, **chosen, **shared)
     from gem_kernels.bench import suite

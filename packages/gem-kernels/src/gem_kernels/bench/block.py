@@ -118,8 +118,38 @@ def _windowed(
     return _attend(q, k, v, *where, window=window, backend=backend)
 
 
-def ours(p: Problem) -> dict[str, tuple[Run, list[Tensor]]]:
-    """The operator on every backend that runs it here, with its inputs: the packed form has q, k, v in one tensor."""
+class _Configured(torch.autograd.Function):
+    """Self-attention over the past by the Hopper kernels for windows, in a configuration that is not the default."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, left: int, name: str) -> Tensor:
+        from gem_kernels.jagged_attention import window
+
+        ctx.where = offsets, offsets, q.shape[2] ** -0.5, left, 0
+        ctx.config = window.CONFIGS[name]
+        out, lse = window.forward(q, k, v, *ctx.where, config=ctx.config)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        from gem_kernels.jagged_attention import window
+
+        return *window.backward(dout, None, *ctx.saved_tensors, *ctx.where, config=ctx.config), None, None, None
+
+
+def _configured(*inputs: Tensor, offsets: Tensor, left: int, name: str) -> Tensor:
+    return cast(Tensor, _Configured.apply(*inputs, offsets, left, name))
+
+
+def ours(p: Problem, only: str = "", skip: tuple[str, ...] = ()) -> dict[str, tuple[Run, list[Tensor]]]:
+    """The operator on every backend that runs it here, and in every configuration, with its inputs (the packed form has
+    q, k, v in one tensor): those whose name contains `only` and nothing of `skip`.
+    """
+    return {n: x for n, x in _ours(p).items() if only in n and not any(s in n for s in skip)}
+
+
+def _ours(p: Problem) -> dict[str, tuple[Run, list[Tensor]]]:
     case, offsets = p.case, p.offsets
     op, feature = ("block_attention", f"block:{BLOCK}") if case.window is None else ("jagged_attention", "window")
     options: dict[str, Any] = {"block": BLOCK, "activation": case.act, "rope": BASE if case.turned else None}
@@ -134,6 +164,12 @@ def ours(p: Problem) -> dict[str, tuple[Run, list[Tensor]]]:
             where = offsets, offsets, p.longest, p.longest
             run = functools.partial(_windowed, where=where, window=(case.window, 0), backend=backend)
             found[backend] = run, p.inputs
+            if backend == "hopper":
+                from gem_kernels.jagged_attention import window
+
+                for name in filter(None, window.CONFIGS):
+                    run = functools.partial(_configured, offsets=offsets, left=case.window, name=name)
+                    found[f"hopper {name}"] = run, p.inputs
             continue
         found[backend] = functools.partial(block_attention, offsets=offsets, backend=backend, **options), p.inputs
         if backend == "hopper":
@@ -246,11 +282,14 @@ class _Given(Variant):
         return (self.dout,)
 
 
-def warm(name: str, device: torch.device, passes: tuple[str, ...], peer_names: tuple[str, ...]) -> None:
+def warm(
+    name: str, device: torch.device, passes: tuple[str, ...], peer_names: tuple[str, ...],
+    only: str = "", skip: tuple[str, ...] = (),
+) -> None:  # fmt: skip
     """Build what a case needs: everything runs once, on a few sequences."""
     p = problem(name, device, [300, 100])
     dout = torch.randn_like(p.inputs[0])
-    for run, inputs in [*ours(p).values(), *((run, p.inputs) for run in others(p, peer_names).values())]:
+    for run, inputs in [*ours(p, only, skip).values(), *((run, p.inputs) for run in others(p, peer_names).values())]:
         for what in passes:
             try:
                 _Given(run, inputs, dout).do(what)
@@ -267,11 +306,7 @@ def measure(
     """
     p = problem(name, device)
     dout = torch.randn_like(p.inputs[0])
-    variants = {
-        n: _Given(run, inputs, dout)
-        for n, (run, inputs) in ours(p).items()
-        if only in n and not any(x in n for x in skip)
-    }
+    variants = {n: _Given(run, inputs, dout) for n, (run, inputs) in ours(p, only, skip).items()}
     errors, reference = {}, _reference(p, dout)
     for n, variant in list(variants.items()):
         try:

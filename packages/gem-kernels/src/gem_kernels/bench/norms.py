@@ -53,22 +53,31 @@ def peers(p: Problem, names: tuple[str, ...]) -> dict[str, Run]:
     return {name: run for name, run in found.items() if not names or name in names}
 
 
-def ours(p: Problem) -> dict[str, Run]:
-    """The operator on every backend that runs it here."""
+def ours(p: Problem, only: str = "", skip: tuple[str, ...] = ()) -> dict[str, Run]:
+    """The operator on the first of its backends that runs here, and in other configurations where that is "hopper":
+    those whose name contains `only` and nothing of `skip`.
+    """
     found: dict[str, Run] = {}
     for backend in p.backends:
         try:
             dispatch.why(p.operator, p.inputs[0], backend)
-            found[backend] = functools.partial(p.ours, backend=backend)
         except RuntimeError as error:
             print(f"  {backend}: {error}")
-    return found
+            continue
+        found[backend] = functools.partial(p.ours, backend=backend)
+        if backend == "hopper":
+            found |= p.configured
+        break
+    return {n: run for n, run in found.items() if only in n and not any(s in n for s in skip)}
 
 
 _kept: dict[str, tuple[Problem, dict[str, Run]]] = {}  # of cases with torch.compile: what it built is in the function
 
 
-def warm(name: str, device: torch.device, passes: tuple[str, ...], peer_names: tuple[str, ...]) -> None:
+def warm(
+    name: str, device: torch.device, passes: tuple[str, ...], peer_names: tuple[str, ...],
+    only: str = "", skip: tuple[str, ...] = (),
+) -> None:  # fmt: skip
     """Build what a case needs, on fewer rows where that builds the same."""
     p = problem(name, device)
     found = peers(p, peer_names)
@@ -77,7 +86,7 @@ def warm(name: str, device: torch.device, passes: tuple[str, ...], peer_names: t
     else:
         p = problem(name, device, shrink=16)
         found = peers(p, peer_names)
-    for run in [*ours(p).values(), *found.values()]:
+    for run in [*ours(p, only, skip).values(), *found.values()]:
         for what in passes:
             try:
                 Variant(run, p.inputs).do(what)
@@ -87,16 +96,16 @@ def warm(name: str, device: torch.device, passes: tuple[str, ...], peer_names: t
 
 def measure(
     name: str, device: torch.device, *, passes: tuple[str, ...], peer_names: tuple[str, ...], rounds: int, rep: int,
-    ceilings: dict[str, float], gate_only: bool,
+    ceilings: dict[str, float], gate_only: bool, only: str = "", skip: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The rows of one case: the gate, then times beside the peers; rates are GB/s of useful bytes. A backend whose
     results are wrong, and a peer that raises, are said to be and have no time.
     """
     p, others = _kept.pop(name, None) or (problem(name, device), None)
-    variants, errors = ours(p), {}
+    variants, errors = ours(p, only, skip), {}
     for backend, run in list(variants.items()):
         try:
-            errors[backend] = gate(p, run, passes)
+            errors[backend] = gate(p, run, [x for x in passes if x == "forward" or backend not in p.configured])
         except RuntimeError as error:
             print(f"  {backend}: {error}", flush=True)
             del variants[backend]
@@ -106,7 +115,8 @@ def measure(
     rows = []
     for what in passes:
         runs: dict[str, timing.Run] = {}
-        for label, run in {**variants, **{f"peer {n}": run for n, run in others.items()}}.items():
+        here = {n: run for n, run in variants.items() if what in errors[n]}
+        for label, run in {**here, **{f"peer {n}": run for n, run in others.items()}}.items():
             try:
                 runs[label] = timing.captured(functools.partial(Variant(run, p.inputs).do, what))
             except Exception as error:  # whatever it throws is the finding

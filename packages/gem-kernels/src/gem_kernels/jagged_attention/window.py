@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +16,55 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gem_kernels.block_attention import blocks
 from gem_kernels.jagged_attention import triton
+from gem_kernels.jagged_attention.window_backward import backward_kernel, statistics_kernel
 from gem_kernels.jagged_attention.window_kernels import forward_kernel, key_gradient_kernel, query_gradient_kernel
-from gem_kernels.tiling import LOG2E, CompileCase, Tile
+from gem_kernels.jagged_attention.window_wide import wide_kernel
+from gem_kernels.tiling import LOG2E, CompileCase, Tile, launch
 
 __all__ = ["backward", "compile_cases", "forward", "takes"]
 
 ROWS = 64
 SLOTS = 2  # of the ring
-PLACE = {  # of a kernel by head dimension: programs on an SM, and registers of a thread at most
-    "forward_kernel": {64: (3, 168), 128: (2, 255)},
-    "query_gradient_kernel": {64: (3, 168), 128: (2, 255)},
-    "key_gradient_kernel": {64: (2, 255), 128: (2, 255)},
+STATISTICS = Tile(bm=64, bn=64, stages=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """How a kernel sits on an SM: its programs there, the warpgroups of each, and registers of a thread at most."""
+
+    programs: int
+    registers: int
+    groups: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """own: query rows of a forward tile, 64 or 128. one_pass: dQ, dK and dV by one kernel, for self-attention over the
+    past; `across` warpgroups then share the columns of its products.
+    """
+
+    own: int = 64
+    one_pass: bool = False
+    across: int = 1
+
+    def place(self, kernel: str, dim: int) -> Place:
+        """Of a kernel by its name."""
+        if kernel == "wide_kernel":
+            return Place(programs=2, registers=128, groups=2)
+        if kernel == "backward_kernel":
+            return Place(programs=2, registers=255 // self.across + self.across // 2, groups=self.across)
+        if dim == 64 and kernel != "key_gradient_kernel":
+            return Place(programs=3, registers=168)
+        return Place(programs=2, registers=255)
+
+
+CONFIGS = {
+    "": Config(),
+    "one pass": Config(one_pass=True),
+    "one pass, two groups": Config(one_pass=True, across=2),
+    "tiles of 128": Config(own=128),
 }
+DEFAULT = CONFIGS[""]
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -51,32 +89,33 @@ def _addressable(x: Tensor) -> Tensor:
     return x if aligned and together else x.contiguous()
 
 
-def _layout(dtype: torch.dtype, dim: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([ROWS, dim], DTYPES[dtype])
+def _layout(dtype: torch.dtype, dim: int, rows: int = ROWS) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, dim], DTYPES[dtype])
 
 
-def _descriptor(x: Tensor) -> TensorDescriptor:
+def _descriptor(x: Tensor, own: int = ROWS) -> TensorDescriptor:
     """x [T, H, D] as [T, H * D], in tiles of one head."""
     rows, heads, dim = x.shape
-    return TensorDescriptor(x, [rows, heads * dim], [x.stride(0), 1], [ROWS, dim], _layout(x.dtype, dim))
+    return TensorDescriptor(x, [rows, heads * dim], [x.stride(0), 1], [own, dim], _layout(x.dtype, dim, own))
 
 
 def _launch(
-    kernel: Any, own: Tensor, own_offsets: Tensor, other_offsets: Tensor, first: tuple[Any, ...],
-    last: tuple[Any, ...], **constants: Any,
+    config: Config, kernel: Any, own: Tensor, own_offsets: Tensor, other_offsets: Tensor, first: tuple[Any, ...],
+    last: tuple[Any, ...], rows: int = ROWS, **constants: Any,
 ) -> None:  # fmt: skip
     total, heads, dim = own.shape
-    records = blocks.records(own_offsets, other_offsets, total, ROWS)
+    records = blocks.records(own_offsets, other_offsets, total, rows)
     tiles = records.shape[0] * heads
-    programs, registers = PLACE[kernel.__name__][dim]
-    kernel[(min(tiles, _processors(own.device) * programs),)](
-        *first, records, tiles, *last, D=dim, HEADS=heads, SLOTS=SLOTS, **constants,
-        num_warps=ROWS // 16, maxnreg=registers,
+    place = config.place(kernel.__name__, dim)
+    kernel[(min(tiles, _processors(own.device) * place.programs),)](
+        *first, records, tiles, *last, D=dim, HEADS=heads, **constants,
+        num_warps=4 * place.groups, maxnreg=place.registers,
     )  # fmt: skip
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, scale: float, left: int, right: int
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, scale: float, left: int, right: int,
+    *, config: Config = DEFAULT,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """O [Tq, H, D] and LSE [Tq, H]; the scale must be positive."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -86,17 +125,26 @@ def forward(
     if k.shape[0] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     q, k, v = (_addressable(x) for x in (q, k, v))
+    own = config.own
+    constants: dict[str, Any] = {"SLOTS": SLOTS} if own == ROWS else {"SLOTS": SLOTS, "OWN": own}
     with torch.cuda.device(q.device):
         _launch(
-            forward_kernel, q, q_offsets, k_offsets,
-            (*(_descriptor(x) for x in (q, k, v, out)), out, out.stride(0), lse), (left, right, scale * LOG2E.value),
+            config, forward_kernel if own == ROWS else wide_kernel, q, q_offsets, k_offsets,
+            (_descriptor(q, own), _descriptor(k), _descriptor(v), _descriptor(out, own), out, out.stride(0), lse),
+            (left, right, scale * LOG2E.value), own, **constants,
         )  # fmt: skip
     return out, lse
 
 
+def _of_the_past(q_offsets: Tensor, k_offsets: Tensor, right: int) -> bool:
+    """Whether it is self-attention over the past. The same offsets may come as two tensors."""
+    own = q_offsets.shape == k_offsets.shape and q_offsets.dtype == k_offsets.dtype
+    return right == 0 and own and q_offsets.data_ptr() == k_offsets.data_ptr()
+
+
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    q_offsets: Tensor, k_offsets: Tensor, scale: float, left: int, right: int,
+    q_offsets: Tensor, k_offsets: Tensor, scale: float, left: int, right: int, *, config: Config = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK and dV."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -104,20 +152,33 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     dout, q, k, v, out = (_addressable(x) for x in (dout, q, k, v, out))
     lse = lse.contiguous()
-    total, heads = q.shape[:2]
+    total, heads, dim = q.shape
     lse2, delta = (torch.empty(heads * total, dtype=torch.float32, device=q.device) for _ in range(2))
+    if config.one_pass and _of_the_past(q_offsets, k_offsets, right):
+        launch(
+            statistics_kernel, -(-total // STATISTICS.bm) * heads, q.device, STATISTICS,
+            out, dout, lse, lse if dlse is None else dlse.contiguous(), lse2, delta, out.stride(0), dout.stride(0),
+            total, HEADS=heads, D=dim, BM=STATISTICS.bm, DLSE=dlse is not None,
+        )  # fmt: skip
+        with torch.cuda.device(q.device):
+            _launch(
+                config, backward_kernel, q, q_offsets, k_offsets,
+                (*(_descriptor(x) for x in (q, dout, k, v, dq, dk, dv)), lse2, delta, dq, dk, dv, dq.stride(0)),
+                (left, total, scale * LOG2E.value, scale), ACROSS=config.across,
+            )  # fmt: skip
+        return dq, dk, dv
     with torch.cuda.device(q.device):
         _launch(
-            query_gradient_kernel, q, q_offsets, k_offsets,
+            config, query_gradient_kernel, q, q_offsets, k_offsets,
             (*(_descriptor(x) for x in (q, dout, k, v, out, dq)), lse,
              lse if dlse is None else dlse.contiguous(), lse2, delta, dq, dq.stride(0)),
-            (left, right, total, scale * LOG2E.value, scale), DLSE=dlse is not None,
+            (left, right, total, scale * LOG2E.value, scale), SLOTS=SLOTS, DLSE=dlse is not None,
         )  # fmt: skip
         _launch(
-            key_gradient_kernel, k, k_offsets, q_offsets,
+            config, key_gradient_kernel, k, k_offsets, q_offsets,
             (*(_descriptor(x) for x in (k, v, q, dout)), lse2, delta, _descriptor(dk), _descriptor(dv),
              dk, dv, dk.stride(0)),
-            (left, right, total, scale * LOG2E.value, scale),
+            (left, right, total, scale * LOG2E.value, scale), SLOTS=SLOTS,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -128,18 +189,23 @@ def compile_cases() -> list[CompileCase]:
 
     source: Callable[..., Any] = GluonASTSource
     cases = []
-    for name, kernel in (
-        ("forward", forward_kernel), ("dq", query_gradient_kernel), ("dkv", key_gradient_kernel)
+    for name, kernel, config in (
+        ("forward", forward_kernel, DEFAULT), ("forward of 128", wide_kernel, CONFIGS["tiles of 128"]),
+        ("dq", query_gradient_kernel, DEFAULT), ("dkv", key_gradient_kernel, DEFAULT),
+        ("backward", backward_kernel, CONFIGS["one pass"]),
+        ("backward, two groups", backward_kernel, CONFIGS["one pass, two groups"]),
     ):  # fmt: skip
         for dim in (64, 128):
-            constants = {"D": dim, "HEADS": 4, "SLOTS": SLOTS}
-            constants |= {"DLSE": True} if "DLSE" in kernel.arg_names else {}
+            place, own = config.place(kernel.__name__, dim), config.own
+            asked = {"SLOTS": SLOTS, "DLSE": True, "OWN": own, "ACROSS": config.across}
+            constants = {"D": dim, "HEADS": 4, **{n: x for n, x in asked.items() if n in kernel.arg_names}}
             types = {}
             for argument in kernel.arg_names:
                 if argument in constants:
                     types[argument] = "constexpr"
                 elif argument.endswith("_desc"):
-                    types[argument] = f"tensordesc<bf16[{ROWS}, {dim}],{_layout(torch.bfloat16, dim)!r}>"
+                    rows = own if argument in ("q_desc", "o_desc") else ROWS
+                    types[argument] = f"tensordesc<bf16[{rows}, {dim}],{_layout(torch.bfloat16, dim, rows)!r}>"
                 elif argument == "records_ptr":
                     types[argument] = "*i32"
                 elif argument in ("lse_ptr", "dlse_ptr", "lse2_ptr", "delta_ptr"):
@@ -149,6 +215,6 @@ def compile_cases() -> list[CompileCase]:
                 else:
                     types[argument] = "fp32" if argument.endswith("scale") else "i32"
             divisible = tuple(a for a in types if a.endswith(("_ptr", "_row")))
-            tile = Tile(bm=ROWS, bn=ROWS, warps=ROWS // 16, registers=PLACE[kernel.__name__][dim][1])
+            tile = Tile(bm=own, bn=ROWS, warps=4 * place.groups, registers=place.registers)
             cases.append(CompileCase(f"window {name} d{dim}", kernel, types, constants, tile, divisible, (90,), source))
     return cases

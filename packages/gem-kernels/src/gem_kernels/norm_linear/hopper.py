@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gem_kernels.dispatch import Problem
+from gem_kernels.norm_linear import hopper_resident as resident
 from gem_kernels.norm_linear import triton as portable
 from gem_kernels.norm_linear.hopper_kernels import NC, PARTS, ROWS, kernel
 from gem_kernels.tiling import CompileCase, Tile
@@ -28,18 +29,23 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """BN columns of the result and BK of the inputs at a time, a ring of `slots`."""
+    """BN columns of the result and BK of the inputs at a time, a ring of `slots`; `steps` of BK columns are all that
+    there are, and the weight stays in shared memory (None: it does not).
+    """
 
     bn: int
     slots: int
     bk: int = 64
+    steps: int | None = None
 
     def constants(self, before: bool, bias: bool) -> dict[str, Any]:
         """The kernel's."""
-        return {"BN": self.bn, "BK": self.bk, "SLOTS": self.slots, "BEFORE": before, "BIAS": bias}
+        stays = {} if self.steps is None else {"STEPS": self.steps}
+        return {"BN": self.bn, "BK": self.bk, "SLOTS": self.slots, "BEFORE": before, "BIAS": bias, **stays}
 
 
 WIDE, SLIM = Config(bn=256, slots=4), Config(bn=128, slots=5)
+RESIDENT = {steps: Config(bn=256, slots=3, steps=steps) for steps in (1, 2, 3, 4)}
 
 
 def choose(width: int) -> Config:
@@ -76,9 +82,14 @@ def _run(
         return y
     x, weight = portable.addressable(x), portable.addressable(weight)
     across = triton.cdiv(columns, config.bn)
-    tiles = triton.cdiv(rows, TILE_ROWS) * across
+    if config.steps is None:
+        run, tiles = kernel, triton.cdiv(rows, TILE_ROWS) * across
+        programs = min(tiles, _programs(x.device))
+    else:
+        run, tiles = resident.kernel, triton.cdiv(rows, ROWS.value)
+        programs = min(tiles, max(1, _programs(x.device) // across)) * across
     with torch.cuda.device(x.device):
-        kernel[(min(tiles, _programs(x.device)),)](
+        run[(programs,)](
             _descriptor(x, ROWS.value, config.bk), _descriptor(weight, config.bn, config.bk),
             _descriptor(y, ROWS.value, config.bn // PARTS.value),
             weight if gain is None else gain, weight if bias is None else bias,
@@ -109,7 +120,7 @@ def compile_cases() -> list[CompileCase]:
 
     source: Callable[..., Any] = GluonASTSource
     cases = []
-    for name, config in (("n256", WIDE), ("n128", SLIM)):
+    for name, config in (("n256", WIDE), ("n128", SLIM), ("k256", RESIDENT[4])):
         for before in (True, False):
             constants = config.constants(before, True)
             shapes = {
@@ -122,6 +133,7 @@ def compile_cases() -> list[CompileCase]:
                 "eps": "fp32", **dict.fromkeys(constants, "constexpr"),
             }  # fmt: skip
             label = f"norm_linear hopper {'before' if before else 'after'} {name}"
+            run = kernel if config.steps is None else resident.kernel
             tile = Tile(bm=TILE_ROWS, bn=config.bn)
-            cases.append(CompileCase(label, kernel, types, constants, tile, ("gain_ptr", "bias_ptr"), (90,), source))
+            cases.append(CompileCase(label, run, types, constants, tile, ("gain_ptr", "bias_ptr"), (90,), source))
     return cases

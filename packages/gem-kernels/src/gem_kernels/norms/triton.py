@@ -9,10 +9,13 @@ the bits are the same on every card.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gem_kernels import dispatch, tiling
 from gem_kernels.tiling import CompileCase, Tile, launch, load_rows, rows_of, signature, store_rows, strides
@@ -86,8 +89,10 @@ def _backward_kernel(
     x_row, x_head, dy_row, dy_head, dtotal_row, dtotal_head, rows, tiles,
     HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
     SWISH: tl.constexpr, DTOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()  # what follows may come onto the card, where it waits
     part = tl.program_id(0).to(tl.int64)
     if WEIGHT:
         weight = _vector(weight_f32, C, CP)
@@ -144,9 +149,13 @@ def _backward_kernel(
 @triton.jit(do_not_specialize=["parts"])
 def _sum_kernel(
     parts_f32, first_f32, second_f32, parts, C: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    third_f32=None,
+    third_f32=None, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """The second stage: column sums of [parts, vectors, C], one for each vector: one, two (BIAS) or three of them."""
+    """The second stage: column sums of [parts, vectors, C], one for each vector: one, two (BIAS) or three of them.
+    EARLY: it is launched while the first stage runs, and waits for its end here.
+    """
+    if EARLY:
+        gdc_wait()
     THIRD: tl.constexpr = third_f32 is not None
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     columns: tl.constexpr = (1 + BIAS + THIRD) * C
@@ -190,6 +199,14 @@ def lanes(t: Tile, size: int) -> int:
     another is in the same thread.
     """
     return min(t.bm, max(1, t.warps * (32 * 16 // size) // t.bn))
+
+
+@functools.cache
+def _early(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before it runs ("programmatic dependent launch")."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _rows(*tensors: Tensor) -> tuple[list[Tensor], int]:
@@ -278,8 +295,10 @@ def _run(
     rows = total.numel() // width
     t = tile(width, True)
     tiles = triton.cdiv(rows, t.bm)
-    each = triton.cdiv(tiles, PARTS)
+    # All programs should be on the card at once: a gated LayerNorm of 512 columns leaves room for three on an SM.
+    each = triton.cdiv(tiles, PARTS * 3 // 4 if swish and kind == "layer" and t.bn == 512 else PARTS)
     parts = triton.cdiv(tiles, each) if tiles else 0
+    early = {"EARLY": True} if _early(total.device) else {}
     present = {"WEIGHT": weight is not None, "BIAS": bias is not None, "SUMS": residual_bias is not None}
     vectors = sum(present.values())
     sums = torch.empty(parts * vectors * width, dtype=torch.float32, device=total.device)
@@ -290,6 +309,7 @@ def _run(
         *strides(views[0], views[1], views[-1]), rows, each,
         HEADS=heads, C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish, DTOTAL=dtotal is not None,
         ROWS=result is not None, STAGES=t.stages, LANES=lanes(t, total.element_size()), **present,
+        **early,
     )  # fmt: skip
     gradients = [
         torch.empty(0 if v is None else width, dtype=total.dtype if v is None else v.dtype, device=total.device)
@@ -300,7 +320,7 @@ def _run(
         launch(
             _sum_kernel, triton.cdiv(vectors * width, SUM.bn), total.device, SUM,
             sums, into[0], into[min(1, vectors - 1)], parts, C=width, BIAS=vectors > 1, BM=SUM.bm, BN=SUM.bn,
-            third_f32=into[2] if vectors == 3 else None,
+            third_f32=into[2] if vectors == 3 else None, **early, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return dx, gradients[0], gradients[1], gradients[2]
 
@@ -320,11 +340,13 @@ def compile_cases() -> list[CompileCase]:
             t = tile(width, name == "backward")
             constants: dict[str, object] = {**shared, **extra, "CP": t.bn, "BM": t.bm}
             if name == "backward":
-                constants |= {"STAGES": t.stages, "LANES": lanes(t, 2)}
+                constants |= {"STAGES": t.stages, "LANES": lanes(t, 2), "EARLY": False}
             types, divisible = signature(kernel, "bf16", constants)
             title = f"norms {kind}{' swish' if swish else ''} {name} bf16 c{width}"
             cases.append(CompileCase(title, kernel, types, constants, t, divisible))
-    constants = {"C": 512, "BIAS": True, "BM": SUM.bm, "BN": SUM.bn}
-    types, divisible = signature(_sum_kernel, "bf16", constants)
-    cases.append(CompileCase("norms sums c512", _sum_kernel, types, constants, SUM, divisible))
+    for early, arch in ((False, (80, 90)), (True, (90, 100, 120))):
+        constants = {"C": 512, "BIAS": True, "BM": SUM.bm, "BN": SUM.bn, "EARLY": early}
+        types, divisible = signature(_sum_kernel, "bf16", constants)
+        name = f"norms sums c512{' early' if early else ''}"
+        cases.append(CompileCase(name, _sum_kernel, types, constants, SUM, divisible, arch))
     return cases
