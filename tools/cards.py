@@ -36,6 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--parts", nargs="+", default=["layouts", "collectives"], help="of comm")
     parser.add_argument("--rows", nargs="+", default=[], help="of the scaling")
     parser.add_argument("--batch", type=int, default=96, help="of a card, in the scaling")
     parser.add_argument("--budgets", nargs="+", default=["0.25", "0.5"])
@@ -80,7 +81,7 @@ def memory(args: argparse.Namespace, rank: int, world: int) -> int:
 def comm(args: argparse.Namespace, rank: int, world: int) -> int:
     """All ranks together."""
     small = ["--mib", "1", "8", "--repeats", "2"] if args.rehearse else []
-    call = ["comm", "--device", device(args), "--parts", "layouts", "collectives", "--steps", "5", "--ctas", "2", "8"]
+    call = ["comm", "--device", device(args), "--parts", *args.parts, "--steps", "5", "--ctas", "2", "8"]
     files = ["--out", str(args.out / "comm.json"), "--profile", str(args.out / "profile.json")]
     return command(bench.main, BENCH, [*call, *small, *files])
 
