@@ -86,6 +86,19 @@ def _summed(ctx: Any) -> Outputs:
     return _forward(ctx, total, None, None, weight, bias, *ctx.rest)[0], None
 
 
+def _rows(ctx: Any) -> Outputs:
+    total, weight, bias, _ = ctx.saved_tensors
+    kind, eps, _, backend = ctx.rest
+    return _forward(ctx, total, None, None, weight, bias, kind, eps, backend)[0], None
+
+
+def _recent(ctx: Any) -> Outputs:
+    """The same, where the most recent rows were taken out as well; one of them is made here for nothing."""
+    total, weight, bias, _, offsets = ctx.saved_tensors
+    kind, eps, _, backend = ctx.rest
+    return _forward(ctx, total, None, None, weight, bias, offsets, 1, kind, eps, backend)[0], None, None
+
+
 def _gated(ctx: Any) -> Outputs:
     packed, weight, _ = ctx.saved_tensors
     found: Outputs = _forward(ctx, packed, weight, None, *ctx.rest)
@@ -122,6 +135,8 @@ RECIPES = {
     ),
     "gem_kernels::norm": Recipe(label="norm", again=_norm),
     "gem_kernels.norms._Summed": Recipe(label="norm", again=_summed),
+    "gem_kernels.stream._Rows": Recipe(label="norm", again=_rows),
+    "gem_kernels.stream._Recent": Recipe(label="norm", again=_recent),
     "gem_kernels.projections._Gated": Recipe(label="gate", again=_gated, which=lambda ctx: (0, 1)),
     "gem_kernels.projections._Rotary": Recipe(label="rotary", again=_rotary, which=_turned),
     "gem_kernels::gdpa": Recipe(label="gdpa", again=lambda ctx: (_forward(ctx, *ctx.saved_tensors, *ctx.rest),)),
