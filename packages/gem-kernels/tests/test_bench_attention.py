@@ -34,7 +34,7 @@ def no_clock(monkeypatch):
     if not torch.cuda.is_available():  # the interpreter takes its time
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(suite, "HEADS", 1)
-        for name in ("jagged_attention.triton", "jagged_attention.subtraction", "gdpa.triton"):
+        for name in ("jagged_attention.triton", "gdpa.triton"):
             monkeypatch.setattr(import_module(f"gem_kernels.{name}"), "tile", lambda *_: Tile(bm=32, bn=32))
 
 

@@ -28,13 +28,12 @@ def problem(*features: str, dtype: torch.dtype = torch.bfloat16, head_dim: int =
 def test_what_it_takes() -> None:
     assert support.applies(problem())[0]
     assert support.applies(problem("shared_q", "return_lse", dtype=torch.float16, head_dim=64))[0]
-    assert support.applies(problem("causal", "window", "grouped", head_dim=96))[0]
+    assert support.applies(problem("causal", "window", "grouped", "bias", head_dim=96))[0]
 
 
 @pytest.mark.parametrize(
     ("refused", "because"),
     [
-        (problem("bias"), "bias"),
         (problem(dtype=torch.float32), "float32"),
         (problem(head_dim=100), "100"),
         (problem(head_dim=256), "256"),
@@ -49,7 +48,7 @@ def test_what_it_refuses_and_why(refused: Problem, because: str) -> None:
 @pytest.mark.slow
 def test_kernels_build_for_hopper_without_a_gpu() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "0"}
-    for match in ("gdpa silu hopper forward d64 3x128 causal", "jfa hopper backward d64 stream causal"):
+    for match in ("gdpa silu hopper forward d64 3x128-lean causal", "jfa hopper backward d64 stream causal"):
         command = [sys.executable, "-m", "gem_kernels.compile_check", "--arch", "90", "--match", match]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -87,9 +86,14 @@ def test_loops_over_tiles_carry_the_whole_record() -> None:
         # consumers: step, tile, rows, the buffer before, in turns the block; loaders: place in the list, tile and then
         # step, tile, rows
         "forward d64 3x128 [4, 4, 4, 2, 3]",
-        "forward d64 3x128 causal [4, 4, 4, 2, 3]",
-        "forward d64 3x128 window [4, 4, 4, 2, 3]",
+        "forward d64 3x128-lazy [4, 4, 4, 2, 3]",
+        "forward d64 3x128-lean [4, 4, 4, 2, 3]",
+        "forward d64 3x128-lean causal [4, 4, 4, 2, 3]",
+        "forward d64 3x128-lean window [4, 4, 4, 2, 3]",
         "forward d64 3x64 [5, 5, 5, 2, 3]",
+        "forward d64 3x64 bias [5, 5, 5, 2, 3]",
+        "forward d64 3x64 causal bias [5, 5, 5, 2, 3]",
+        "forward d64 3x64-lazy [5, 5, 5, 2, 3]",
         # consumers: step, visit and the tile's rows; the loader: tile, step, visit and records; then dQ from dS
         *(
             f"{kernel}{mask} {carried}"
@@ -128,6 +132,7 @@ def test_every_choice_is_a_configuration_that_is_tested() -> None:
             assert chosen in launch.FORWARD.values()
     assert launch.choose_forward(256, 256, 512, False).step == 64
     assert launch.choose_forward(512, 512, 1024, False).step == 128
+    assert launch.choose_forward(512, 512, 1024, True, True).step == 64
 
 
 @pytest.mark.parametrize("limit", [1, 1 << 20, 1 << 40])

@@ -119,29 +119,39 @@ def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
     """Every configuration of the Hopper kernels: forward ones with no backward and the reverse."""
     from gem_kernels.hopper import launch, launch_backward
 
-    options: dict[str, Any] = {"act": p.act or "softmax", "out_scale": 1.0}
     left, right = p.case.window
+    options: dict[str, Any] = {"act": p.act or "softmax", "out_scale": 1.0, "left": left, "right": right}
     kept: list[Tensor] = []
 
     def forward(config: launch.ForwardConfig) -> Tensor:
-        return launch.forward(
-            p.q, p.k, p.v, *p.where, p.scale, left=left, right=right, config=config, **options
-        )[0]  # fmt: skip
+        return launch.forward(p.q, p.k, p.v, *p.where, p.scale, config=config, bias=p.bias, **options)[0]
 
     def backward(config: launch_backward.BackwardConfig) -> tuple[Tensor, ...]:
         if not kept:
-            kept.extend(launch.forward(p.q, p.k, p.v, *p.where, p.scale, left=left, right=right, **options))
+            kept.extend(launch.forward(p.q, p.k, p.v, *p.where, p.scale, **options))
         out, lse = kept
         return launch_backward.backward(
-            p.dout, None, p.q, p.k, p.v, out, lse, *p.where, p.scale,
-            left=left, right=right, config=config, **options,
+            p.dout, None, p.q, p.k, p.v, out, lse, *p.where, p.scale, config=config, **options
         )  # fmt: skip
 
-    for name, config in launch.FORWARD.items():
-        yield f"hopper {name}", Variant(functools.partial(forward, config), None)
-    for name, way in launch_backward.BACKWARD.items():
-        if way.fits(p.case.max_q, p.case.max_k):
-            yield f"hopper {name}", Variant(None, functools.partial(backward, way))
+    forwards, backwards = _hopper_names(p.case, p.act)
+    for name in forwards:
+        yield f"hopper {name}", Variant(functools.partial(forward, launch.FORWARD[name]), None)
+    for name in backwards:
+        way = launch_backward.BACKWARD[name]
+        yield f"hopper {name}", Variant(None, functools.partial(backward, way))
+
+
+def _hopper_names(case: Case, act: str | None) -> tuple[list[str], list[str]]:
+    """The configurations of both passes worth comparing on a case; with a bias one, and the portable backward."""
+    from gem_kernels.hopper import launch_backward
+
+    if case.bias:
+        return ["3x64"], []
+    fitting = [name for name, way in launch_backward.BACKWARD.items() if way.fits(case.max_q, case.max_k)]
+    if max(case.window) >= 0:
+        return ["3x128", "3x128-lean"], fitting
+    return ["3x128", "3x64"] + (["3x128-lazy", "3x64-lazy"] if act is None else []), fitting
 
 
 def _baseline(p: Problem) -> Variant:
@@ -169,12 +179,9 @@ def measures(case: Case, act: str | None) -> bool:
 
 def names(case: Case, act: str | None) -> list[str]:
     """What `ours` may hold, known without a device."""
-    from gem_kernels.hopper import launch, launch_backward
-
     if act in POLYNOMIAL:
         return ["hopper", "triton", "hopper exact"]
-    fitting = [n for n, way in launch_backward.BACKWARD.items() if way.fits(case.max_q, case.max_k)]
-    hopper = [] if case.bias else ["hopper", *(f"hopper {n}" for n in (*launch.FORWARD, *fitting))]
+    hopper = ["hopper", *(f"hopper {name}" for both in _hopper_names(case, act) for name in both)]
     other = [] if max(case.window) >= 0 else ["triton subtraction"] if act is None else ["triton baseline"]
     return [*hopper, "triton", *other]
 

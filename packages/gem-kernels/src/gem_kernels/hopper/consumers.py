@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -14,6 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gem_kernels.hopper.activations import activate
 from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, apart, fields, steps_of
+
+
+@gluon.jit
+def _bias(bias, key, k_len, N: gl.constexpr, SL: gl.constexpr, EDGES: gl.constexpr):
+    """The bias of keys key.. for the block's rows. Rows past the last one read that one: they are never stored."""
+    base, stride, first, last = bias
+    row = gl.minimum(first + gl.arange(0, BLOCK, gl.SliceLayout(1, SL)), last)
+    col = key + gl.arange(0, N, gl.SliceLayout(0, SL))
+    at = (base + row.to(gl.int64) * stride)[:, None] + col[None, :]
+    if EDGES:
+        return gl.load(at, mask=(col < k_len)[None, :], other=0.0)
+    return gl.load(at)
 
 
 @gluon.jit
@@ -48,25 +61,73 @@ def _hidden(
     return S
 
 
+@triton.constexpr_function
+def _product_unless_one(n):
+    """x[i] *= a[i] for the n numbers that a thread has of two rows; nothing where all factors of a warp are 1."""
+    test = f"setp.ne.f32 p, ${2 * n}, 0f3F800000; setp.ne.f32 q, ${2 * n + 2}, 0f3F800000; or.pred p, p, q;"
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return f"{{ .reg .pred p, q; {test} vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; {products} DONE: }}"
+
+
+@triton.constexpr_function
+def _in_place(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
 @gluon.jit
-def _weights(s, acc, m, total, scale, SL: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, MASKED: gl.constexpr):
+def _rescaled(acc, alpha, LAZY: gl.constexpr):
+    """acc [BLOCK, D] times alpha [BLOCK]; LAZY: most factors are 1."""
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if LAZY:
+        N: gl.constexpr = acc.shape[1] // 2
+        every = factor + gl.zeros_like(acc)
+        return gl.inline_asm_elementwise(_product_unless_one(N), _in_place(N), [acc, every], gl.float32, True, N)
+    return acc * factor
+
+
+@gluon.jit
+def _weights(
+    s, acc, m, total, scale, SL: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, MASKED: gl.constexpr,
+    LEAN: gl.constexpr, LAZY: gl.constexpr,
+):  # fmt: skip
     """One step of the online softmax, or the activation: weights, O so far (rescaled), new maximum and new sum.
 
-    MASKED: a row may have seen no key yet.
+    MASKED: a row may have seen no key yet. LEAN: maxima in two chains for each row; sums of what each thread holds,
+    which need no other thread until the end; O rescaled between the exponentials. LAZY: weights up to 2^8, so that the
+    maximum that they are relative to, and the scale of O, seldom change (FlashAttention 4).
     """
     if ACT == "softmax":
-        m_new = gl.maximum(m, gl.convert_layout(gl.max(s, 1) * scale, m.type.layout))
+        if LEAN:
+            top = gl.max(gl.max(s.reshape([BLOCK, s.shape[1] // 8, 8]), 1), 1)
+        else:
+            top = gl.max(s, 1)
+        m_new = gl.maximum(m, gl.convert_layout(top * scale, m.type.layout, True))
+        if LAZY:
+            m_new = gl.where(m_new > m + 8.0, m_new, m)
         shift = m_new
         if MASKED:
             shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-        p = gl.exp2(s * scale - gl.convert_layout(shift, gl.SliceLayout(1, SL))[:, None])
-        alpha = gl.exp2(m - shift)
-        total = total * alpha + gl.convert_layout(gl.sum(p, 1), m.type.layout)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
+        if LEAN:
+            alpha = gl.exp2(m - shift)
+            acc = _rescaled(acc, alpha, LAZY)
+            p = gl.exp2(s * scale - gl.convert_layout(shift, gl.SliceLayout(1, SL))[:, None])
+            part = gl.convert_layout(_partial(p), total.type.layout, True)
+            total = total * gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), True)[:, None] + part
+        else:
+            p = gl.exp2(s * scale - gl.convert_layout(shift, gl.SliceLayout(1, SL))[:, None])
+            alpha = gl.exp2(m - shift)
+            total = total * alpha + gl.convert_layout(gl.sum(p, 1), m.type.layout)
+            acc = _rescaled(acc, alpha, LAZY)
         m = m_new
     else:
         p = activate(s * scale, ACT)
     return p, acc, m, total
+
+
+@gluon.jit
+def _partial(p):
+    """Of each row the sums over the columns that one thread holds, [BLOCK, 4]."""
+    return gl.sum(gl.sum(p.reshape([BLOCK, p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -79,6 +140,8 @@ def _finish(
     """
     o_desc, o_ptr, lse_ptr, heads, out_scale = out
     if ACT == "softmax":
+        if len(total.shape) == 2:  # of `_partial`
+            total = gl.convert_layout(gl.sum(total, 1), m.type.layout, True)
         if MASKED:  # a row that sees no key: O = 0, LSE = -inf
             inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
         else:
@@ -123,7 +186,7 @@ def _no_keys(out, out_row, rows, head, D: gl.constexpr, DIM: gl.constexpr, OL: g
 
 
 @gluon.jit
-def _pass(step, n, barriers, KS: gl.constexpr):
+def _pass(step, n, barriers, KS: gl.constexpr, LEAN: gl.constexpr):
     """A consumer that needs nothing of n steps keeps the ring of K and V turning."""
     k_full, k_empty, v_full, v_empty = barriers
     for i in range(n):
@@ -131,39 +194,55 @@ def _pass(step, n, barriers, KS: gl.constexpr):
         phase = ((step + i) // KS) & 1
         mbarrier.wait(k_full.index(s), phase)
         mbarrier.arrive(k_empty.index(s), count=1)
-        mbarrier.wait(v_full.index(s), phase)
-        mbarrier.arrive(v_empty.index(s), count=1)
+        if not LEAN:
+            mbarrier.wait(v_full.index(s), phase)
+            mbarrier.arrive(v_empty.index(s), count=1)
 
 
 @gluon.jit
 def _step(
-    q, k, v, acc, m, total, scale, step, before, key, position, k_len, window, barriers,
+    q, k, v, acc, m, total, scale, step, before, key, position, k_len, window, barriers, bias,
     N: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, EDGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """N keys: one product after the other, which needs few registers, so that a third consumer fits, and hides under
-    the others. EDGES: some of the keys may be hidden.
+    the others. EDGES: some of the keys may be hidden. LEAN: K and V come and go together, by `k_full` and `k_empty`.
     """
     k_full, k_empty, v_full, v_empty = barriers
     before_empty, has_before = before
+    MASKED: gl.constexpr = LEFT or RIGHT or BIAS > 0
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     s = step % KS
     phase = (step // KS) & 1
     mbarrier.wait(k_full.index(s), phase)
     S = _scores(q, k, N, SL)
-    S = warpgroup_mma_wait(0, deps=(S,))
-    mbarrier.arrive(k_empty.index(s), count=1)
-    if has_before:
+    if BIAS:  # read under the product
+        b = _bias(bias, key, k_len, N, SL, EDGES)
+        S = warpgroup_mma_wait(0, deps=(S,))
+        S = S * scale + b.to(gl.float32) * 1.4426950408889634
+        scale = 1.0
+    else:
+        S = warpgroup_mma_wait(0, deps=(S,))
+    if not LEAN:
+        mbarrier.arrive(k_empty.index(s), count=1)
+    if not LEAN and has_before:
         tma.store_wait(0)  # O of the tile before has left the buffer that it shares with Q
         mbarrier.arrive(before_empty, count=1)
     if EDGES:
         S = _hidden(S, key, position, k_len, window, N, SL, ACT, LEFT, RIGHT)
-    p, acc, m, total = _weights(S, acc, m, total, scale, SL, OL, ACT, LEFT or RIGHT)
+    p, acc, m, total = _weights(S, acc, m, total, scale, SL, OL, ACT, MASKED, LEAN, LAZY)
     P = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, OL, 2))
-    mbarrier.wait(v_full.index(s), phase)
+    if not LEAN:
+        mbarrier.wait(v_full.index(s), phase)
     acc = warpgroup_mma(P, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(s), count=1)
+    if LEAN:
+        if has_before:
+            tma.store_wait(0)  # O of the tile before has left the buffer that it shares with Q
+            mbarrier.arrive(before_empty, count=1)
+        mbarrier.arrive(k_empty.index(s), count=1)
+    else:
+        mbarrier.arrive(v_empty.index(s), count=1)
     return acc, m, total
 
 
@@ -186,9 +265,10 @@ def _range(first, rows, k_len, lo, shorts, wholes, window, BN: gl.constexpr, LEF
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, scale, out, records, buffers, q_barriers, barriers, window, SHORT: gl.constexpr,
+    W, scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr,
-    TURNS: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    TURNS: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr,
+    LAZY: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile: the first consumer the first, and so on. SHORT: the layout of a short step of K and V.
 
@@ -211,7 +291,8 @@ def consume(
     while rows > 0:
         r = tile % RECORDS
         mbarrier.wait(record_full.index(r), (tile // RECORDS) & 1)
-        _q, rows, _k, k_len, head, out_start, position = fields(record.index(r).load(RL), RL)
+        x = record.index(r).load(RL)
+        row, rows, _k, k_len, head, out_start, position = fields(x, RL)
         mbarrier.arrive(record_empty.index(r), count=1)
         if rows > 0:
             lo, shorts, wholes = steps_of(position, rows, k_len, window[0], window[1], BN, LEFT, RIGHT)
@@ -225,13 +306,21 @@ def consume(
                 acc = gl.zeros([BLOCK, D], gl.float32, OL)
                 m = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, OL))
                 total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, OL))
+                if LEAN:
+                    total = _partial(acc)  # zeros
                 my_shorts, begin, end = _range(
                     first, gl.minimum(mine, BLOCK), k_len, lo, shorts, wholes, window, BN, LEFT, RIGHT
                 )
                 if MASKED:  # perhaps without a step
                     tma.store_wait(0)
                     mbarrier.arrive(q_empty.index(before), count=1, pred=tile > 0)
-                    _pass(step, shorts - my_shorts, barriers, KS)
+                    _pass(step, shorts - my_shorts, barriers, KS, LEAN)
+                bias_at = (0, 0, 0, 0)
+                if BIAS:
+                    bias_ptr, bias_batch, bias_head, bias_row, max_q = bias
+                    sequence = gl.sum(gl.where(gl.arange(0, FIELDS, RL) == 6, x, 0), 0).to(gl.int64)
+                    at = sequence * bias_batch + head.to(gl.int64) * bias_head
+                    bias_at = (bias_ptr + at * BIAS, bias_row * BIAS, row + w * BLOCK, max_q - 1)
                 q = q_buf.index(apart(slot)).reshape([BLOCK, D])
                 for i in range(my_shorts):
                     s = (step + i) % KS
@@ -240,11 +329,11 @@ def consume(
                     has_before = False if MASKED else (i == 0) & (tile > 0)
                     acc, m, total = _step(
                         q, k, v, acc, m, total, scale, step + i, (q_empty.index(before), has_before),
-                        lo + wholes * BN + (shorts - 1 - i) * BLOCK, first, k_len, window, barriers,
-                        BLOCK, KS, OL, ACT, True, LEFT, RIGHT,
+                        lo + wholes * BN + (shorts - 1 - i) * BLOCK, first, k_len, window, barriers, bias_at,
+                        BLOCK, KS, OL, ACT, True, LEFT, RIGHT, LEAN, LAZY, BIAS,
                     )  # fmt: skip
                 if MASKED:
-                    _pass(step + shorts, begin, barriers, KS)
+                    _pass(step + shorts, begin, barriers, KS, LEAN)
                 q = q_buf.index(apart(slot)).reshape([BLOCK, D])
                 for i in range(begin, end):
                     s = (step + shorts + i) % KS
@@ -252,17 +341,17 @@ def consume(
                     acc, m, total = _step(
                         q, k_buf.index(s).reshape([BN, D]), v_buf.index(s).reshape([BN, D]), acc, m, total, scale,
                         step + shorts + i, (q_empty.index(before), has_before), lo + (wholes - 1 - i) * BN, first,
-                        k_len, window, barriers, BN, KS, OL, ACT, MASKED, LEFT, RIGHT,
+                        k_len, window, barriers, bias_at, BN, KS, OL, ACT, MASKED, LEFT, RIGHT, LEAN, LAZY, BIAS,
                     )  # fmt: skip
                 if MASKED:
-                    _pass(step + shorts + end, wholes - end, barriers, KS)
-                _finish(acc, m, total, out, q_buf.index(slot), out_row, mine, head, D, DIM, OL, ACT, MASKED)
+                    _pass(step + shorts + end, wholes - end, barriers, KS, LEAN)
+                _finish(acc, m, total, out, q_buf.index(slot), out_row, mine, head, D, DIM, OL, ACT, MASKED or BIAS > 0)
             else:
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(before), count=1, pred=tile > 0)
                 if mine > 0:
                     _no_keys(out, out_row, mine, head, D, DIM, OL, ACT)
-                _pass(step, n, barriers, KS)
+                _pass(step, n, barriers, KS, LEAN)
             step += n
             before = slot
             if TURNS:

@@ -31,12 +31,16 @@ class ForwardConfig:
 
     turns: the consumers take blocks in turn, so that none is idle for long where tiles have few of them; that needs
     stages to be ahead by.
+    lean: K and V of a step share barriers, and rows are reduced with less waiting (`consumers`).
+    lazy: O is rescaled only where a maximum grows by more than a factor of 2^8.
     """
 
     consumers: int
     step: int
     stages: int
     turns: bool = False
+    lean: bool = False
+    lazy: bool = False
 
     @property
     def shape(self) -> TileShape:
@@ -44,30 +48,36 @@ class ForwardConfig:
         return TileShape(consumers=self.consumers, step=self.step)
 
     def constants(
-        self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False
-    ) -> dict[str, Any]:
+        self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False,
+        bias: int = 0,
+    ) -> dict[str, Any]:  # fmt: skip
         """The compile-time arguments of `forward_kernel`."""
         return {
             "BN": self.step, "D": padded(dim), "DIM": dim, "NC": self.consumers, "KS": self.stages,
             "QS": 2, "TURNS": self.turns, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared,
-            "REGS": 160, "LOADER_REGS": 32,
+            "REGS": 160, "LOADER_REGS": 32, "LEAN": self.lean, "LAZY": self.lazy, "BIAS": bias,
         }  # fmt: skip
 
 
 FORWARD = {
     "3x128": ForwardConfig(consumers=3, step=128, stages=2),
-    "3x64": ForwardConfig(consumers=3, step=64, stages=4, turns=True),
+    "3x128-lazy": ForwardConfig(consumers=3, step=128, stages=2, lazy=True),
+    "3x128-lean": ForwardConfig(consumers=3, step=128, stages=2, lean=True),
+    "3x64": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True),
+    "3x64-lazy": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True, lazy=True),
 }
 
 
-def choose_forward(rows_q: float, rows_k: float, max_k: int, masked: bool) -> ForwardConfig:
+def choose_forward(rows_q: float, rows_k: float, max_k: int, masked: bool, bias: bool = False) -> ForwardConfig:
     """The configuration for `rows_q` queries and `rows_k` keys on average (docs/notes/hopper-attention.md).
 
     Steps of 64 keys where they save work at the ends of sequences, short keys of different lengths, and where memory is
     the bound anyway (learned queries, very short keys); elsewhere 128.
     """
+    if bias:  # which takes registers
+        return FORWARD["3x64"]
     if masked:
-        return FORWARD["3x128"]
+        return FORWARD["3x128-lean"]
     ragged = rows_k < 0.75 * max_k
     return FORWARD["3x64" if min(rows_q, rows_k) <= 64 or (ragged and max_k <= 512) else "3x128"]
 
@@ -123,11 +133,24 @@ def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), strides, list(block), _layout(block, x.dtype))
 
 
+def _bias_arguments(bias: Tensor | None, other: Tensor) -> tuple[int, tuple[Any, ...]]:
+    """The unit of the strides of a bias [B or 1, H or 1, max_q, max_k]: 2 where its rows can be read in pairs, else 1,
+    or 0 without a bias; then the bias (or `other`) and these strides, 0 where it is shared.
+    """
+    if bias is None:
+        return 0, (other, 0, 0, 0)
+    if bias.stride(3) != 1:
+        bias = bias.contiguous()
+    strides = [bias.stride(i) if bias.shape[i] > 1 else 0 for i in range(3)]
+    unit = 2 if all(x % 2 == 0 for x in strides) and bias.data_ptr() % 16 == 0 else 1
+    return unit, (bias, *(x // unit for x in strides))
+
+
 @on_its_device
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale: float,
     *, act: str, out_scale: float, left: int = -1, right: int = -1, config: ForwardConfig | None = None,
-    tiles: Tiles | None = None,
+    tiles: Tiles | None = None, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """O [Tq, H, D] and LSE [Tq, H] (empty unless `act` is "softmax"). `q_offsets=None`: q [L, H, D] serves every
     sequence.
@@ -145,18 +168,20 @@ def forward(
         return out.zero_(), lse.fill_(float("-inf"))
     q, k, v = readable(q), readable(k), readable(v)
     masked = left >= 0 or right >= 0
-    config = config or choose_forward(total / batch, k.shape[0] / batch, max_k, masked)
+    config = config or choose_forward(total / batch, k.shape[0] / batch, max_k, masked, bias is not None)
     own = torch.arange(2, device=q.device) * length if q_offsets is None else q_offsets
     if tiles is None:
         tiles = tile_lists.build(own, k_offsets, total, heads, config.shape, shared_own=shared)
+    unit, bias_arguments = _bias_arguments(bias, out)
     constants = config.constants(
-        dim, group=heads // k.shape[1], act=act, left=left >= 0, right=right >= 0, shared=shared and masked
-    )
+        dim, group=heads // k.shape[1], act=act, left=left >= 0, right=right >= 0, shared=shared and masked, bias=unit,
+    )  # fmt: skip
     k_short, v_short = head_descriptor(k, 64), head_descriptor(v, 64)
     k_desc, v_desc = (k_short, v_short) if config.step == 64 else (head_descriptor(x, config.step) for x in (k, v))
     forward_kernel[(programs(q.device),)](
         head_descriptor(q, 64), k_desc, v_desc, k_short, v_short, head_descriptor(out, 64), out, lse, heads,
         tiles.table, tiles.count, tiles.cursor, own if masked else tiles.count,
-        scale * LOG2E if softmax else scale, out_scale, left, right, **constants, num_warps=4,
+        scale * LOG2E if softmax else scale, out_scale, left, right,
+        *bias_arguments, max_q, max_k, **constants, num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -13,12 +13,12 @@ from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, fields, next_tile
 def load_queries(
     inputs, records, q_buf, q_full, q_empty, window,
     BN: gl.constexpr, NC: gl.constexpr, QS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Takes tiles off the list, the largest first, tells the other partitions of each, and loads up to NC blocks of
     its queries.
     """
-    q_desc, tiles_ptr, count_ptr, cursor_ptr, own_ptr = inputs
+    q_desc, tiles_ptr, count_ptr, cursor_ptr, own_ptr, max_k = inputs
     record, record_full, record_empty = records
     left, right = window
     L: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [1], [0])
@@ -28,15 +28,20 @@ def load_queries(
     tile = 0
     while t >= 0:
         x = gl.load(tiles_ptr + t.to(gl.int64) * FIELDS + i, mask=(i >= 0) & (t < total), other=0)
+        first_block = gl.sum(gl.where(i == 7, x, 0), 0)
+        if BIAS:  # which has no more columns
+            x = gl.where(i == 3, gl.minimum(x, max_k), x)
         if LEFT or RIGHT:  # in place of the first block: where the first query stands on the diagonal
             b = 0 if SHARED else gl.sum(gl.where(i == 6, x, 0), 0)
             q_len = (gl.load(own_ptr + b + 1) - gl.load(own_ptr + b)).to(gl.int32)
-            first_block = gl.sum(gl.where(i == 7, x, 0), 0)
             k_len = gl.sum(gl.where(i == 3, x, 0), 0)
             x = gl.where(i == 7, first_block * BLOCK + k_len - q_len, x)
         s = tile % RECORDS
         mbarrier.wait(record_empty.index(s), ((tile // RECORDS) & 1) ^ 1)
-        record.index(s).store(x)
+        y = x
+        if BIAS:  # consumers have no use for where the queries begin, but for the first one's place in its sequence
+            y = gl.where(i == 0, first_block * BLOCK, x)
+        record.index(s).store(y)
         mbarrier.arrive(record_full.index(s), count=1)
         if t < total:
             taken = next_tile(cursor_ptr)
@@ -66,6 +71,7 @@ def load_queries(
 def load_keys(
     inputs, records, buffers, barriers, window,
     BN: gl.constexpr, KS: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    LEAN: gl.constexpr,
 ):  # fmt: skip
     """Keeps the rings of K and V full. A short step fills the beginning of its buffer."""
     k_desc, v_desc, k_short, v_short = inputs
@@ -94,22 +100,24 @@ def load_keys(
             phase = (step // KS) & 1
             at = [first + wholes * BN + (shorts - 1 - i) * BLOCK, column, 0]
             mbarrier.wait(k_empty.index(s), phase ^ 1)
-            mbarrier.expect(k_full.index(s), k_short.block_type.nbytes)
+            mbarrier.expect(k_full.index(s), k_short.block_type.nbytes * (2 if LEAN else 1))
             k = k_buf.index(s)._reinterpret(k_buf.dtype, k_short.block_shape, k_short.layout)
             tma.async_copy_global_to_shared(k_short, at, k_full.index(s), k)
-            mbarrier.wait(v_empty.index(s), phase ^ 1)
-            mbarrier.expect(v_full.index(s), v_short.block_type.nbytes)
+            if not LEAN:
+                mbarrier.wait(v_empty.index(s), phase ^ 1)
+                mbarrier.expect(v_full.index(s), v_short.block_type.nbytes)
             v = v_buf.index(s)._reinterpret(v_buf.dtype, v_short.block_shape, v_short.layout)
-            tma.async_copy_global_to_shared(v_short, at, v_full.index(s), v)
+            tma.async_copy_global_to_shared(v_short, at, (k_full if LEAN else v_full).index(s), v)
             step += 1
         for i in range(wholes):
             s = step % KS
             phase = (step // KS) & 1
             at = [first + (wholes - 1 - i) * BN, column, 0]
             mbarrier.wait(k_empty.index(s), phase ^ 1)
-            mbarrier.expect(k_full.index(s), k_desc.block_type.nbytes)
+            mbarrier.expect(k_full.index(s), k_desc.block_type.nbytes * (2 if LEAN else 1))
             tma.async_copy_global_to_shared(k_desc, at, k_full.index(s), k_buf.index(s))
-            mbarrier.wait(v_empty.index(s), phase ^ 1)
-            mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, at, v_full.index(s), v_buf.index(s))
+            if not LEAN:
+                mbarrier.wait(v_empty.index(s), phase ^ 1)
+                mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_desc, at, (k_full if LEAN else v_full).index(s), v_buf.index(s))
             step += 1

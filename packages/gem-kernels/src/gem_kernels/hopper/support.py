@@ -16,13 +16,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
-    """Half precision, head dimension a multiple of 8 up to 128 (computed as 64 or 128), no bias."""
+    """Half precision, head dimension a multiple of 8 up to 128 (computed as 64 or 128)."""
     if problem.dtype not in DTYPES:
         return False, f"the Hopper kernels take bfloat16 and float16; got {problem.dtype}"
     if problem.head_dim % 8 or not 16 <= problem.head_dim <= 128:
         return False, f"the Hopper kernels take head dimensions from 16 to 128 in steps of 8; got {problem.head_dim}"
-    if "bias" in problem.features:
-        return False, "the Hopper kernels do not take a bias"
     return True, "warp-specialised Gluon kernels for compute capability 9"
 
 
@@ -46,7 +44,7 @@ def _case(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     floats = ("lse_ptr", "delta_ptr")
-    ints = ("tiles_ptr", "count_ptr", "cursor_ptr", "own_ptr")
+    ints = ("tiles_ptr", "count_ptr", "cursor_ptr", "own_ptr", "told_ptr", "q_offsets", "k_offsets")
     types: dict[str, str] = {}
     divisible = []
     for argument in kernel.arg_names:
@@ -54,9 +52,11 @@ def _case(
             types[argument] = "constexpr"
         elif argument in descriptors:
             types[argument] = descriptors[argument]
-        elif argument.endswith("_ptr"):
+        elif argument.endswith(("_ptr", "_offsets")):
             types[argument] = "*i32" if argument in ints else "*fp32" if argument in floats else "*bf16"
             divisible.append(argument)
+        elif argument in ("bias_batch", "bias_head", "bias_row"):
+            types[argument] = "i32"
         elif argument.endswith("stride"):
             types[argument] = "i32"
             divisible.append(argument)
@@ -80,6 +80,8 @@ def compile_cases(act: str) -> list[CompileCase]:
     for dim in HEAD_DIMS:
         row = _head_descriptor(64, dim)
         for name, config in launch.FORWARD.items():
+            if config.lazy and act != "softmax":
+                continue  # it has nothing to rescale
             step = _head_descriptor(config.step, dim)
             descriptors = {
                 "k_desc": step,
@@ -87,7 +89,7 @@ def compile_cases(act: str) -> list[CompileCase]:
                 **dict.fromkeys(("q_desc", "o_desc", "k_short", "v_short"), row),
             }
             masks = {"": (False, False)}
-            if config is launch.FORWARD["3x128"]:
+            if config is launch.FORWARD["3x128-lean"]:
                 masks |= {" causal": (False, True), " window": (True, True)}
             for mask, (left, right) in masks.items():
                 cases.append(_case(
@@ -95,6 +97,12 @@ def compile_cases(act: str) -> list[CompileCase]:
                     config.constants(dim, group=1, act=act, left=left, right=right),
                     defined=True, no_special=no_special,
                 ))  # fmt: skip
+            if act == "softmax" and config is launch.FORWARD["3x64"]:
+                for mask, right in {"": False, " causal": True}.items():
+                    cases.append(_case(
+                        f"{op} hopper forward d{dim} {name}{mask} bias", launch.forward_kernel, descriptors,
+                        config.constants(dim, group=1, act=act, right=right, bias=2), defined=True,
+                    ))  # fmt: skip
         cases += _backward_cases(op, act, dim)
     return cases
 

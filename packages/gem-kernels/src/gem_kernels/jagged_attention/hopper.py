@@ -2,8 +2,8 @@
 
 Rows past a sequence's end are the next sequence's: they are read, and weighted by 0, which does not keep an infinity or
 a NaN out.
-`launch_backward.choose_backward` says whether the Hopper backward or the portable one runs. Through a narrow window the
-kernels of `window` run in both passes, or the portable ones.
+`launch_backward.choose_backward` says whether the Hopper backward or the portable one runs; with a bias it is the
+portable one. Through a narrow window the kernels of `window` run in both passes, or the portable ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["applies", "backward", "compile_cases", "forward"]
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
-    """bfloat16 or float16, head dimension a multiple of 8 up to 128, no bias."""
+    """bfloat16 or float16, head dimension a multiple of 8 up to 128."""
     return support.applies(problem)
 
 
@@ -47,17 +47,16 @@ def forward(
     tiles: the tile list, when one is shared by several calls with the same offsets and configuration; None builds it
         on the GPU.
     """
-    assert bias is None, "applies() refuses a bias"
-    if config is None and window.takes(q, k, q_offsets, left, right):
+    if config is None and bias is None and window.takes(q, k, q_offsets, left, right):
         assert q_offsets is not None
         q, scale, _ = _positive(q, scale)
         return window.forward(q, k, v, q_offsets, k_offsets, scale, left, right)
     if config is None and triton.narrow(left, right):  # 192 rows and steps of 128 keys would do several times the work
-        return triton.forward(q, k, v, q_offsets, k_offsets, None, max_q, max_k, scale, left, right)
+        return triton.forward(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, left, right)
     q, scale, _ = _positive(q, scale)
     return launch.forward(
         q, k, v, q_offsets, k_offsets, max_q, max_k, scale,
-        act="softmax", out_scale=1.0, left=left, right=right, config=config, tiles=tiles,
+        act="softmax", out_scale=1.0, left=left, right=right, config=config, tiles=tiles, bias=bias,
     )  # fmt: skip
 
 
@@ -68,12 +67,12 @@ def backward(
     *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV and an empty bias gradient; `config=None` lets `launch_backward.choose_backward` decide."""
-    if config is None and window.takes(q, k, q_offsets, left, right):
+    if config is None and bias is None and window.takes(q, k, q_offsets, left, right):
         assert q_offsets is not None
         q, scale, sign = _positive(q, scale)
         dq, dk, dv = window.backward(dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, scale, left, right)
         return (dq if sign > 0 else dq * sign), dk, dv, torch.empty(0, dtype=q.dtype, device=q.device)
-    if config is None and not triton.narrow(left, right):
+    if config is None and bias is None and not triton.narrow(left, right):
         config = launch_backward.choose_backward(max_q, max_k, q.shape[1] // k.shape[1], left, right)
     if config is None:
         return triton.backward(
