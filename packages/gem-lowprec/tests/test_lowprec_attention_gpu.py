@@ -24,7 +24,11 @@ CASES = [
     ((300, 70, 64), (257, 100, 128), 4, 1, 64),
     ((5,), (0,), 4, 4, 128),
 ]
-CONFIGS = [launch.Config(), launch.Config(stages=3), launch.Config(consumers=2), launch.Config(consumers=2, ahead=True)]
+OTHERS = [
+    launch.Config(tree=True), launch.Config(skip=True), launch.Config(tree=True, skip=True),
+    launch.Config(consumers=2, ahead=True, tree=True),
+]  # fmt: skip
+RUNS = [(case, launch.Config()) for case in CASES] + [(CASES[0], config) for config in OTHERS]
 
 
 def offsets(lengths):
@@ -37,9 +41,9 @@ def inputs(case, dtype=torch.bfloat16):
     torch.manual_seed(sum(q_lengths) + dim)
     q = torch.randn(sum(q_lengths), heads + 1, dim, device="cuda")[:, 1:]
     kv = torch.randn(sum(k_lengths), 2 * kv_heads, dim, device="cuda")
-    kv = kv * torch.exp2(torch.randint(-6, 6, (sum(k_lengths), 1, 1), device="cuda").float())
     k, v = kv.to(dtype).split(kv_heads, dim=1)
-    q = (q * torch.rand(sum(q_lengths), 1, 1, device="cuda") * 0.3).to(dtype)
+    v = v * torch.exp2(torch.randint(-6, 6, (sum(k_lengths), 1, 1), device="cuda")).to(dtype)
+    q = (q * torch.rand(sum(q_lengths), 1, 1, device="cuda")).to(dtype)
     return (q, k, v), offsets(q_lengths), offsets(k_lengths), max(q_lengths), max(k_lengths)
 
 
@@ -58,6 +62,9 @@ def test_operands_are_the_reference_s_bit_for_bit(case, dtype):
     with poisoned():
         got = quantise(*tensors, q_offsets, k_offsets, max_q, max_k)
     expected = quantise_reference(*tensors, q_offsets, k_offsets)
+    for dtype_back in (torch.bfloat16, torch.float32):  # by a kernel, and by torch
+        for back, right in zip(got.dequantize(dtype_back), expected.dequantize(torch.float32), strict=True):
+            assert torch.equal(back.float(), right)
     used = torch.unique(key_blocks(k_offsets, tensors[1].shape[0])[0])
     for name in ("q", "q_scale", "k"):
         assert same(getattr(got, name), getattr(expected, name)), name
@@ -65,8 +72,7 @@ def test_operands_are_the_reference_s_bit_for_bit(case, dtype):
         assert same(getattr(got, name)[used], getattr(expected, name)[used]), name
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "config"), RUNS, ids=str)
 def test_forward(case, config):
     tensors, q_offsets, k_offsets, max_q, max_k = inputs(case)
     made = quantise_reference(*tensors, q_offsets, k_offsets)
@@ -86,9 +92,9 @@ def test_forward(case, config):
     assert torch.equal(torch.isneginf(lse), ~seen)
     assert not out[~seen].any()
     if seen.any():
-        assert (lse - exact_lse)[seen].abs().max() < 2e-3
+        assert ((lse - exact_lse).abs() / (1 + exact_lse.abs()))[seen].max() < 2e-3
     assert relative(out, exact) < 0.04  # of P in E4M3
-    assert relative(out, emulated) < 0.01  # the tensor cores' sums, BF16, and a P that rounds the other way
+    assert relative(out, emulated) < 0.02  # the tensor cores' sums, BF16, and a P that rounds the other way
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

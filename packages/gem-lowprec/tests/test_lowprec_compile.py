@@ -36,7 +36,7 @@ def test_kernels_build_for_hopper() -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 5, lines
     spilled = {line.split(" | ")[0]: int(re.search(r"spilled +(\d+) B", line)[1]) for line in lines}
-    assert spilled.pop("fp8 attention forward d128") <= 400, lines  # between tiles, none in the loops over keys
+    assert spilled.pop("fp8 attention forward d128") <= 600, lines  # between tiles, none in the loops over keys
     assert max(spilled.values()) <= 64, lines  # of a quantiser that three programs of an SM are worth more to
     assert spilled["fp8 block gemm 3x64x128 into bf16"] == 0
     for line in lines:

@@ -29,6 +29,7 @@ from gem_lowprec import (
     engine,
     low_precision_linear,
     mx_matmul,
+    norms,
     quantize,
     quantize_both,
 )
@@ -191,6 +192,22 @@ def test_a_norm_that_writes_fp8_trains_like_the_norm_and_the_layer(norm, wgrad):
     for got, right in zip(*results, strict=True):
         # The norm apart is rounded to BF16, which sends a few in a hundred to the neighbouring E4M3 number.
         assert relative(got, right.detach().double()) < 3e-2
+
+
+@HOPPER
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+@pytest.mark.parametrize("cols", sorted(norms.BY_HAND))
+def test_a_layer_norm_by_hand_writes_what_the_portable_one_writes(cols, rows, monkeypatch):
+    x = (torch.randn(rows, cols, device="cuda") * 2 + 0.3).bfloat16()
+    gain, bias = torch.rand(cols, device="cuda") + 0.5, torch.randn(cols, device="cuda")
+    with poisoned():
+        got, found = norms.norm_quantize(x, gain, bias)
+    monkeypatch.setattr(norms, "BY_HAND", {})
+    expected, right = norms.norm_quantize(x, gain, bias)
+    assert (bits(got.data) != bits(expected.data)).double().mean() < 1e-4  # sums in another order
+    assert torch.equal(got.scale, expected.scale)
+    assert relative(found.mean, right.mean.double()) < 1e-6
+    assert relative(found.rstd, right.rstd.double()) < 1e-6
 
 
 @HOPPER

@@ -24,10 +24,8 @@ from gem_lowprec.rounding import Randoms
 
 INFINITY = tl.constexpr(0x7F800000)  # bits of float32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Whether the kernels of `tiles`, whose layouts are chosen by hand, replace the portable ones where they can run. The
-# one for norms has not been seen right on a card yet.
+# Whether the quantisers of `tiles`, whose layouts are chosen by hand, replace the portable ones where they can run.
 BY_HAND = True
-NORMS_BY_HAND = False
 SCALES = {"float32": 0, "pow2": 1, "e8m0": 2}
 
 

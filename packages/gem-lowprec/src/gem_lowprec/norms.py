@@ -17,14 +17,15 @@ import triton.language as tl
 from gem_kernels.tiling import CompileCase, Tile, launch
 from torch import Tensor
 
-from gem_lowprec import kernels
 from gem_lowprec.formats import E4M3, ScaleMode
 from gem_lowprec.kernels import DTYPES, _scale_of, hardware, threshold
 from gem_lowprec.orientations import BLOCK, Norm, _scaled, normalised, scale_constants
 from gem_lowprec.quantize import FP8_1X128, QTensor, QuantSpec
 
 WIDEST = 8192
-BY_HAND = (256, 512, 1024, 2048, 4096)  # widths of the kernel by hand
+# Layer norms whose widths the kernel by hand is faster at, with the rows of a warp and steps of a program
+# (docs/notes/lowprec.md, "Norms that write FP8").
+BY_HAND = {512: (2, 8), 1024: (1, 8), 2048: (1, 1)}
 ELEMENTS, WARPS = 2048, 2  # of a program: rows stay inside a warp or two, and enough programs share an SM
 
 
@@ -103,14 +104,14 @@ def norm_quantize(
     scale = x.new_empty((-(-cols // BLOCK), pitch), dtype=torch.float32)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(rstd)
-    arguments = (
-        x, gain, gain if bias is None else bias, data, scale, rstd if mean is None else mean, rstd, rows, cols,
-        x.stride(0), line, pitch, eps,
-    )  # fmt: skip
-    if kernels.NORMS_BY_HAND and hardware(x.device) and cols in BY_HAND and spec.scale == "pow2":
-        _by_hand(x, arguments, layer=bias is not None, mode=spec.mode)
+    if bias is not None and hardware(x.device) and cols in BY_HAND and spec.scale == "pow2":
+        _by_hand(x, (x, gain, bias, data, scale, mean, rstd, rows, x.stride(0), pitch, eps), spec.mode)
     else:
         constants, tile = _constants(cols, spec, layer=bias is not None, hardware=hardware(x.device))
+        arguments = (
+            x, gain, gain if bias is None else bias, data, scale, rstd if mean is None else mean, rstd, rows, cols,
+            x.stride(0), line, pitch, eps,
+        )  # fmt: skip
         launch(_norm_rows, -(-rows // tile.bm), x.device, tile, *arguments, **constants)
     q = QTensor(
         data=data.view(E4M3.dtype)[:, :cols], scale=scale[:, :rows].t(), spec=spec, dim=-1, shape=x.shape, dtype=x.dtype
@@ -118,40 +119,34 @@ def norm_quantize(
     return q, Norm(gain=gain, bias=bias, rstd=rstd, mean=mean)
 
 
-def _hand_constants(cols: int, *, layer: bool, mode: ScaleMode) -> dict[str, Any]:
-    """A thread has 32 elements, or 64 where two warps would have to share the sums of a row otherwise."""
-    return {
-        "RW": max(1, 1024 // cols), "TK": cols, "W": 4 if cols > 2048 else 1, "THRESHOLD": threshold(E4M3, mode),
-        "EMAX": E4M3.emax, "NORM": 2 if layer else 1,
-    }  # fmt: skip
+def _hand_constants(cols: int, mode: ScaleMode) -> dict[str, Any]:
+    rows, steps = BY_HAND[cols]
+    return {"RW": rows, "TK": cols, "STEPS": steps, "THRESHOLD": threshold(E4M3, mode), "EMAX": E4M3.emax}
 
 
-def _by_hand(x: Tensor, arguments: tuple[Any, ...], *, layer: bool, mode: ScaleMode) -> None:
+def _by_hand(x: Tensor, arguments: tuple[Any, ...], mode: ScaleMode) -> None:
     """The same by the Gluon kernel."""
-    from gem_lowprec.tiles import norm_kernel
+    from gem_lowprec.tiles import layer_norm_kernel
 
-    constants = _hand_constants(x.shape[1], layer=layer, mode=mode)
-    programs = -(-x.shape[0] // (4 // constants["W"] * constants["RW"]))
-    x_, gain, bias, data, scale, mean, rstd, rows, _cols, x_row, _line, pitch, eps = arguments
+    constants = _hand_constants(x.shape[1], mode)
+    programs = -(-x.shape[0] // (4 * constants["RW"] * constants["STEPS"]))
     if programs:
         with torch.cuda.device_of(x):
-            norm_kernel[(programs,)](
-                x_, gain, bias, data, scale, mean, rstd, rows, x_row, pitch, eps, **constants, num_warps=4
-            )
+            layer_norm_kernel[(programs,)](*arguments, **constants, num_warps=4)
 
 
 def compile_cases() -> list[CompileCase]:
     """What `compile_check` builds without a GPU."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from gem_lowprec.tiles import norm_kernel
+    from gem_lowprec.tiles import layer_norm_kernel
 
     cases = []
     for cols, layer in ((512, True), (1024, False), (2048, True), (4096, True), (768, True)):
-        by_hand = cols in BY_HAND
-        kernel = norm_kernel if by_hand else _norm_rows
+        by_hand = layer and cols in BY_HAND
+        kernel = layer_norm_kernel if by_hand else _norm_rows
         if by_hand:
-            constants, tile = _hand_constants(cols, layer=layer, mode=FP8_1X128.mode), Tile(bm=1, bn=cols, warps=4)
+            constants, tile = _hand_constants(cols, FP8_1X128.mode), Tile(bm=1, bn=cols, warps=4)
         else:
             constants, tile = _constants(cols, FP8_1X128, layer=layer, hardware=True)
         types = {n: "constexpr" if n in constants else "i32" for n in kernel.arg_names}

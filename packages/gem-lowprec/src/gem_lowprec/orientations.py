@@ -28,8 +28,7 @@ from gem_lowprec.quantize import FP8_1X128, FP8_128X128, QTensor, QuantSpec
 
 BLOCK = 128
 LINES = ("_ptr", "x_row", "row_row", "cols", "col_row")  # multiples of 16
-WARPS = 4
-REGISTERS = {4: 168, 8: 80}  # of a thread of the kernel by hand: three programs on an SM
+REGISTERS = {4: 168, 8: 80}  # of a thread of the kernel by hand, by its warps: three programs on an SM
 
 
 @triton.jit
@@ -239,7 +238,7 @@ def _hand_constants(row: QuantSpec | None, col: QuantSpec | None, *, sums: bool,
     spec = row or col or FP8_1X128
     return {
         "ROW": _way(row), "COL": _way(col), "SUMS": sums, "NORM": norm, "THRESHOLD": threshold(E4M3, spec.mode),
-        "EMAX": E4M3.emax, "WARPS": WARPS,
+        "EMAX": E4M3.emax, "WARPS": 8 if row and col else 4,  # docs/notes/lowprec.md, "Quantisers"
     }  # fmt: skip
 
 
@@ -253,7 +252,8 @@ def _by_hand(
     if programs:
         with torch.cuda.device_of(x):
             constants = _hand_constants(row, col, sums=sums, norm=norm)
-            both_kernel[(programs,)](*arguments, **constants, num_warps=WARPS, maxnreg=REGISTERS[WARPS])
+            warps = constants["WARPS"]
+            both_kernel[(programs,)](*arguments, **constants, num_warps=warps, maxnreg=REGISTERS[warps])
 
 
 def compile_cases() -> list[CompileCase]:
@@ -263,7 +263,6 @@ def compile_cases() -> list[CompileCase]:
     from gem_lowprec.tiles import both_kernel
 
     cases = []
-    ours = Tile(bm=BLOCK, bn=BLOCK, warps=WARPS, registers=REGISTERS[WARPS])
     for name, row, col, sums, norm in (
         ("rows", FP8_1X128, None, False, 0), ("gradient", FP8_1X128, FP8_1X128, True, 0),
         ("input", FP8_1X128, FP8_128X128, False, 0), ("weight", FP8_128X128, FP8_128X128, False, 0),
@@ -271,6 +270,8 @@ def compile_cases() -> list[CompileCase]:
     ):  # fmt: skip
         constants, tile = _constants(row, col, sums=sums, hardware=True, norm=norm)
         by_hand = _hand_constants(row, col, sums=sums, norm=norm)
+        warps = by_hand["WARPS"]
+        ours = Tile(bm=BLOCK, bn=BLOCK, warps=warps, registers=REGISTERS[warps])
         for kernel, values, source in ((_both, constants, None), (both_kernel, by_hand, GluonASTSource)):
             types = {n: "constexpr" if n in values else "i32" for n in kernel.arg_names}
             types |= {"x_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8"}

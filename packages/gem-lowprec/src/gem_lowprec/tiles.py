@@ -129,40 +129,43 @@ def both_kernel(
 
 
 @gluon.jit(do_not_specialize=["rows", "pitch"])
-def norm_kernel(
+def layer_norm_kernel(
     x_ptr, gain_ptr, bias_ptr, data_ptr, scale_ptr, mean_ptr, rstd_ptr, rows, x_row, pitch, eps,
-    RW: gl.constexpr, TK: gl.constexpr, W: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
-    NORM: gl.constexpr,
+    RW: gl.constexpr, TK: gl.constexpr, STEPS: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
 ):  # fmt: skip
-    """`norms._norm_rows` for rows of TK features, a power of two from 256 on: W of four warps share RW rows.
+    """`norms._norm_rows` of a layer norm for rows of TK features, a power of two from 256 on: a warp of four owns RW
+    rows of a step.
 
-    Rows are [TK / 128, 128]: 16 lanes of 8 columns share a scale. Nothing is masked: behind the last row stands the
-    last row again, and whoever meets it writes the same.
+    Rows are [TK / 128, 128]: 16 lanes of 8 columns share a scale. Gain and bias, four bytes a column each where x has
+    two, stay in registers for STEPS times so many rows, and a step's rows are loaded in the step before. Nothing is
+    masked: behind the last row stands the last row again, and whoever meets it writes the same.
     """
-    L: gl.constexpr = gl.BlockedLayout([RW, 1, 8], [1, 2, 16], [4 // W, W, 1], [2, 1, 0])
+    L: gl.constexpr = gl.BlockedLayout([RW, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0])
     OF_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
     OF_BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
     OF_COL: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, L))
-    HEIGHT: gl.constexpr = 4 // W * RW
-    r = gl.minimum(gl.program_id(0) * HEIGHT + gl.arange(0, HEIGHT, OF_ROW), rows - 1)
+    own = gl.program_id(0) * (4 * RW * STEPS) + gl.arange(0, 4 * RW, OF_ROW)
     b = gl.arange(0, TK // 128, OF_BLOCK)
     c = gl.arange(0, 128, OF_COL)
     col = (b * 128)[None, :, None] + c[None, None, :]
-    r64 = r.to(gl.int64)
-    x = gl.load(x_ptr + (r64 * x_row)[:, None, None] + col).to(gl.float32)
     gain = gl.load(gain_ptr + col).to(gl.float32)
-    if NORM == 2:
-        bias = gl.load(bias_ptr + col).to(gl.float32)
+    bias = gl.load(bias_ptr + col).to(gl.float32)
+    r = gl.minimum(own, rows - 1)
+    after = gl.load(x_ptr + (r.to(gl.int64) * x_row)[:, None, None] + col)
+    for i in range(STEPS):
+        x = after.to(gl.float32)
+        r = gl.minimum(own + i * (4 * RW), rows - 1)
+        if STEPS > 1:
+            to = gl.minimum(own + gl.minimum(i + 1, STEPS - 1) * (4 * RW), rows - 1)
+            after = gl.load(x_ptr + (to.to(gl.int64) * x_row)[:, None, None] + col)
         mean = gl.convert_layout(gl.reduce(gl.reduce(x, 1, _add), 1, _add) * (1.0 / TK), OF_ROW)
         gl.store(mean_ptr + r, mean)
         x = x - mean[:, None, None]
-    variance = gl.reduce(gl.reduce(x * x, 1, _add), 1, _add) * (1.0 / TK)
-    rstd = gl.convert_layout(gl.rsqrt(variance + eps), OF_ROW)
-    gl.store(rstd_ptr + r, rstd)
-    y = x * rstd[:, None, None] * gain
-    if NORM == 2:
-        y = y + bias
-    scale, inverse = _powers(gl.reduce(gl.abs(y), 2, _larger), THRESHOLD, EMAX)
-    data = (y * inverse[:, :, None]).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-    gl.store(data_ptr + (r64 * TK)[:, None, None] + col, data)
-    gl.store(scale_ptr + (b.to(gl.int64) * pitch)[None, :] + r[:, None], scale)
+        variance = gl.reduce(gl.reduce(x * x, 1, _add), 1, _add) * (1.0 / TK)
+        rstd = gl.convert_layout(gl.rsqrt(variance + eps), OF_ROW)
+        gl.store(rstd_ptr + r, rstd)
+        y = x * rstd[:, None, None] * gain + bias
+        scale, inverse = _powers(gl.reduce(gl.abs(y), 2, _larger), THRESHOLD, EMAX)
+        data = (y * inverse[:, :, None]).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+        gl.store(data_ptr + (r.to(gl.int64) * TK)[:, None, None] + col, data)
+        gl.store(scale_ptr + (b.to(gl.int64) * pitch)[None, :] + r[:, None], scale)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from gem_kernels.hopper import tiles as tile_lists
-from gem_kernels.hopper.launch import LOG2E, head_descriptor, on_its_device, programs
+from gem_kernels.hopper.launch import LOG2E, on_its_device, programs
 from gem_kernels.hopper.tiles import Tiles
 from gem_kernels.schedule import TileShape
 from gem_kernels.tiling import CompileCase, Tile
@@ -16,16 +16,22 @@ from torch import Tensor
 
 from gem_lowprec.attention.operands import BLOCK, HEAD_DIMS, Operands, operand_constants
 
+KINDS = {torch.float8_e4m3fn: "float8e4nv", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`consumers` warpgroups of 64 query rows; `stages` buffers of K and of V; `ahead`: the scores of the next step are
-    on their way while this one's weights are made.
+    """`consumers` warpgroups of 64 query rows; `stages` buffers of K and of V.
+
+    ahead: the scores of the next step are on their way while this one's weights are made. tree: maximum and sum of a
+    thread's scores by pairs. skip: O is rescaled in those steps alone that change a maximum.
     """
 
     consumers: int = 3
     stages: int = 4
     ahead: bool = False
+    tree: bool = False
+    skip: bool = False
 
     @property
     def shape(self) -> TileShape:
@@ -35,7 +41,8 @@ class Config:
     def constants(self, dim: int, group: int) -> dict[str, Any]:
         """The compile-time arguments of `forward_kernel`."""
         return {
-            "D": dim, "NC": self.consumers, "KS": self.stages, "QS": 2, "GROUP": group, "AHEAD": self.ahead,
+            "D": dim, "NC": self.consumers, "KS": self.stages, "QS": 2, "GROUP": group,
+            "AHEAD": self.ahead, "TREE": self.tree, "SKIP": self.skip,
             "REGS": 160 if self.consumers == 3 else 240, "LOADER_REGS": 32,
         }  # fmt: skip
 
@@ -47,14 +54,14 @@ def _layout(block: tuple[int, ...], kind: str) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, kind))
 
 
-def _fp8(x: Tensor, shape: tuple[int, ...], block: tuple[int, ...]) -> Any:
-    """TMA descriptor of contiguous E4M3 data seen as `shape`."""
+def _descriptor(x: Tensor, shape: tuple[int, ...], block: tuple[int, ...]) -> Any:
+    """TMA descriptor of contiguous data seen as `shape`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     strides = [1]
     for n in shape[:0:-1]:
         strides.insert(0, strides[0] * n)
-    return TensorDescriptor(x.view(shape), list(shape), strides, list(block), _layout(block, "float8e4nv"))
+    return TensorDescriptor(x.view(shape), list(shape), strides, list(block), _layout(block, KINDS[x.dtype]))
 
 
 @on_its_device
@@ -75,9 +82,10 @@ def _forward(
     lines = operands.v.numel() // BLOCK
     k_shape, v_shape = (keys, kv_heads, dim), (lines, BLOCK)
     forward_kernel[(programs(q.device),)](
-        _fp8(q, (rows, heads, dim), (64, 1, dim)), _fp8(operands.k, k_shape, (BLOCK, 1, dim)),
-        _fp8(operands.v, v_shape, (dim, BLOCK)), _fp8(operands.k, k_shape, (64, 1, dim)),
-        _fp8(operands.v, v_shape, (dim, 64)), head_descriptor(out, 64), out, lse, operands.q_scale, operands.kv_scale,
+        _descriptor(q, (rows, heads, dim), (64, 1, dim)), _descriptor(operands.k, k_shape, (BLOCK, 1, dim)),
+        _descriptor(operands.v, v_shape, (dim, BLOCK)), _descriptor(operands.k, k_shape, (64, 1, dim)),
+        _descriptor(operands.v, v_shape, (dim, 64)), _descriptor(out, (rows, heads, dim), (64, 1, dim)), out, lse,
+        operands.q_scale, operands.kv_scale,
         heads, kv_heads, tiles.table, tiles.count, tiles.cursor, scale * LOG2E,
         **config.constants(dim, heads // kv_heads), num_warps=4,
     )  # fmt: skip
@@ -89,7 +97,7 @@ def compile_cases() -> list[CompileCase]:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from gem_lowprec.attention.forward_kernel import forward_kernel
-    from gem_lowprec.attention.operand_kernel import quantise_kernel
+    from gem_lowprec.attention.operand_kernel import dequantise_kernel, quantise_kernel
 
     def desc(kind: str, gluon: str, *block: int) -> str:
         return f"tensordesc<{kind}{list(block)},{_layout(block, gluon)!r}>"
@@ -109,6 +117,7 @@ def compile_cases() -> list[CompileCase]:
         for name, kernel, types, values in (
             ("forward", forward_kernel, descriptors | pointers | {"scale": "fp32"}, Config().constants(dim, 1)),
             ("operands", quantise_kernel, small, operand_constants(dim)),
+            ("operands back", dequantise_kernel, small, {"D": dim}),
         ):
             known = {n: "constexpr" if n in values else "i32" for n in kernel.arg_names} | types
             cases.append(

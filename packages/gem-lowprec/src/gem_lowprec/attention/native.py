@@ -35,8 +35,9 @@ def _backward(
     out, lse, q, q_scale, k, v, kv_scale = found
     q, k, v = (x.view(torch.float8_e4m3fn) for x in (q, k, v))
     made = Operands(
-        q=q, q_scale=q_scale, k=k, v=v, kv_scale=kv_scale, q_offsets=q_offsets, k_offsets=k_offsets, dtype=out.dtype
-    )
+        q=q, q_scale=q_scale, k=k, v=v, kv_scale=kv_scale, q_offsets=q_offsets, k_offsets=k_offsets,
+        longest=max(max_q, max_k), dtype=out.dtype,
+    )  # fmt: skip
     dq, dk, dv, _ = hopper.backward(
         dout, dlse, *made.dequantize(), out, lse, q_offsets, k_offsets, None, False, max_q, max_k, scale, -1, -1
     )

@@ -26,6 +26,7 @@ ORDER = tuple(8 * u + 2 * t + b for t in range(4) for u in range(2) for b in ran
 # two that differ by more than 2^60 would underflow there.
 LEAST = 2.0**-52
 HEAD_DIMS = (64, 128)
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Operands:
 
     q: [Tq, H, D] E4M3. q_scale: [Tq, H] float32. k: [Tk, Hkv, D] E4M3. v: [N, Hkv, D, 128] E4M3, N = Tk // 128 + B.
     kv_scale: [N, Hkv, 2] float32: K's scale and log2 of V's. Numbers without a block are not written.
-    dtype: of Q, K, V.
+    longest: at least the longest sequence of either side. dtype: of Q, K, V.
     """
 
     q: Tensor
@@ -44,16 +45,20 @@ class Operands:
     kv_scale: Tensor
     q_offsets: Tensor
     k_offsets: Tensor
+    longest: int
     dtype: torch.dtype
 
     def dequantize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V as the products see them, in their own shapes; exact in bfloat16 and wider, down to 2^-126."""
+        dtype = dtype or self.dtype
+        if dtype in HALF and native(self.q.device, self.dtype, self.q.shape[2]):
+            return _dequantise_native(self.q, self, dtype)
         block, place = key_blocks(self.k_offsets, self.k.shape[0])
         scales = self.kv_scale[block]  # [Tk, Hkv, 2]
         position = torch.tensor(_inverse(ORDER), device=block.device)[place % 16] + place // 16 * 16
         v = self.v.view(torch.uint8)[block, :, :, position].view(E4M3.dtype).float() * torch.exp2(scales[..., 1:])
         q = self.q.float() * self.q_scale[..., None]
-        return tuple(x.to(dtype or self.dtype) for x in (q, self.k.float() * scales[..., :1], v))  # type: ignore[return-value]
+        return tuple(x.to(dtype) for x in (q, self.k.float() * scales[..., :1], v))  # type: ignore[return-value]
 
 
 def _inverse(order: tuple[int, ...]) -> list[int]:
@@ -75,19 +80,15 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tens
     """Q, K and V [T, H, D] to E4M3, scales by RCEIL: in one kernel on Hopper for 16-bit tensors with D 64 or 128, in
     PyTorch elsewhere, with the same bits. A block or row with an infinity or NaN becomes NaN.
     """
-    if native(q) and v.dtype == k.dtype == q.dtype:
+    if native(q.device, q.dtype, q.shape[2]) and v.dtype == k.dtype == q.dtype:
         return _quantise_native(q, k, v, q_offsets, k_offsets, max_q, max_k)
     return quantise_reference(q, k, v, q_offsets, k_offsets)
 
 
-def native(q: Tensor) -> bool:
-    """Whether the kernel takes it."""
-    return (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] in HEAD_DIMS
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-    )
+def native(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether the kernels take such tensors."""
+    known = device.type == "cuda" and dtype in HALF and dim in HEAD_DIMS
+    return known and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def quantise_reference(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor) -> Operands:
@@ -116,6 +117,7 @@ def quantise_reference(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_off
         kv_scale=torch.stack((k_scale, torch.log2(v_scale)), -1),
         q_offsets=q_offsets,
         k_offsets=k_offsets,
+        longest=max(q.shape[0], k.shape[0]),
         dtype=q.dtype,
     )
 
@@ -128,7 +130,7 @@ def operand_constants(dim: int) -> dict[str, object]:
 @on_its_device
 def _quantise_native(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, max_q: int, max_k: int
-) -> Operands:  # fmt: skip
+) -> Operands:
     from gem_lowprec.attention.operand_kernel import quantise_kernel
 
     q, k, v = (x.detach() if x.stride(2) == 1 else x.detach().contiguous() for x in (q, k, v))
@@ -140,7 +142,8 @@ def _quantise_native(
         q=q.new_empty(rows, heads, dim, dtype=u8).view(E4M3.dtype), q_scale=q.new_empty(rows, heads, dtype=f32),
         k=q.new_empty(keys, kv_heads, dim, dtype=u8).view(E4M3.dtype),
         v=q.new_empty(blocks, kv_heads, dim, BLOCK, dtype=u8).view(E4M3.dtype),
-        kv_scale=q.new_empty(blocks, kv_heads, 2, dtype=f32), q_offsets=q_offsets, k_offsets=k_offsets, dtype=q.dtype,
+        kv_scale=q.new_empty(blocks, kv_heads, 2, dtype=f32), q_offsets=q_offsets, k_offsets=k_offsets,
+        longest=max(max_q, max_k), dtype=q.dtype,
     )  # fmt: skip
     longest = -(-max(max_q, max_k) // BLOCK)
     if batch * longest:
@@ -150,3 +153,19 @@ def _quantise_native(
             **operand_constants(dim), num_warps=4,
         )  # fmt: skip
     return made
+
+
+@on_its_device
+def _dequantise_native(_first: Tensor, made: Operands, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    from gem_lowprec.attention.operand_kernel import dequantise_kernel
+
+    (_, heads, dim), kv_heads = made.q.shape, made.k.shape[1]
+    q, k = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (made.q, made.k))
+    v = torch.empty_like(k)
+    batch, longest, u8 = made.k_offsets.numel() - 1, -(-made.longest // BLOCK), torch.uint8
+    if batch * longest:
+        dequantise_kernel[(batch * longest, heads + 2 * kv_heads)](
+            made.q.view(u8), made.q_scale, made.k.view(u8), made.v.view(u8), made.kv_scale, made.q_offsets,
+            made.k_offsets.to(made.q_offsets.dtype), q, k, v, longest, heads, kv_heads, D=dim, num_warps=4,
+        )  # fmt: skip
+    return q, k, v
