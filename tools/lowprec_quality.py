@@ -33,6 +33,12 @@ VARIANTS: dict[str, Recipe] = {
 }
 
 
+SETTINGS = {
+    "synthetic": ["data.synthetic.events=24000", "train.epochs=1", "lowprec.min_size=16"],
+    "ml100k": ["lowprec.min_size=16"],
+}
+
+
 def train(arguments: list[str]) -> int:
     """`gem-train run`, with the variants among the recipes that it knows."""
     from gem_train.cli import main as gem_train
@@ -81,11 +87,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side")
     parser.add_argument("--variant", action="append", help="may be repeated; all by default")
     parser.add_argument("--report", action="store_true", help="print the table of what is there, train nothing")
-    parser.add_argument(
-        "--set", action="append",
-        default=["data.synthetic.events=24000", "train.epochs=1", "lowprec.min_size=16"],
-    )  # fmt: skip
+    parser.add_argument("--set", action="append", help="settings of the recipe; by default those of SETTINGS")
     options = parser.parse_args()
+    chosen = options.set or SETTINGS.get(options.recipe, [])
     names = ["none", *(n for n in options.variant or VARIANTS if n != "none")]
     waiting = [] if options.report else [(seed, name) for seed in range(options.seeds) for name in names]
     running: list[subprocess.Popen[bytes]] = []
@@ -93,7 +97,7 @@ def main() -> None:
         running = [p for p in running if p.poll() is None]
         while waiting and len(running) < options.jobs:
             seed, name = waiting.pop(0)
-            settings = [*options.set, f"train.seed={seed}", f"lowprec.recipe={VARIANTS[name].name}"]
+            settings = [*chosen, f"train.seed={seed}", f"lowprec.recipe={VARIANTS[name].name}"]
             process = start(options.recipe, options.out / f"{VARIANTS[name].name}-{seed}", settings)
             running += [process] if process else []
         time.sleep(0.5)
