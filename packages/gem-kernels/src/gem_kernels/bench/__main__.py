@@ -179,8 +179,7 @@ def _by_turns(options: argparse.Namespace, names: list[str], words: list[str]) -
 
     if options.activation:
         raise SystemExit("the cases of the block and norms suites have their activations: no --activation")
-    if options.suite == "norms" and (not options.peer or "torch.compile" in options.peer):
-        turns.import_compiler()
+    turns.compile_alone()
     rows: list[dict[str, Any]] = []
     with turns.Workers(names, max(1, options.jobs), _Suite(options), options.lock) as workers:
         if workers.card is None:

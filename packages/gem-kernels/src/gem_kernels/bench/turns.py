@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,13 +35,12 @@ class Suite(Protocol):
         """Its rows."""
 
 
-def import_compiler() -> None:
-    """Import torch.compile's parts before processes are forked, set to compile in the process that asks."""
-    from torch._inductor import config
-
-    config.compile_threads = 1
-    import torch._dynamo
-    import torch._inductor.compile_fx  # noqa: F401
+def compile_alone() -> None:
+    """torch.compile shall compile in the process that asks: those are side by side already."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    config = sys.modules.get("torch._inductor.config")
+    if config is not None:
+        config.compile_threads = 1  # type: ignore[attr-defined]
 
 
 def _serve(connection: Connection, names: list[str], suite: Suite) -> None:
