@@ -254,9 +254,9 @@ def plain_copy(trainer: Trainer) -> nn.Module:
     """The model unsharded on this rank, without its tables: for units that are to run alone. No rank waits."""
     inputs = trainer.parts.inputs
     small = dataclasses.replace(inputs, tables=tuple(dataclasses.replace(t, rows=1) for t in inputs.tables))
-    gem = GEM(trainer.parts.model_config, small)
+    gem = GEM(trainer.parts.model_config, small, device=trainer.runtime.device)
     convert(gem, lowprec_recipe(trainer.config), seed=0)
-    return gem.to(trainer.runtime.device)
+    return gem
 
 
 def _stated(flops: float, world: int, seconds: float, units: list[alone.UnitTime], peak: float | None) -> str:
