@@ -73,7 +73,7 @@ class TestPast:
     pytestmark = gpu
 
     def test_both_passes(self, dim, dtype, name):
-        for left in (64, 0, 10, 63, 65, 130, 300):
+        for left in (64, 130, 0, 10, 63, 65, 300):
             self.check(dim, dtype, name, left)
 
     def check(self, dim, dtype, name, left):
@@ -84,7 +84,7 @@ class TestPast:
         generator = torch.Generator().manual_seed(left)
         drawn = torch.randint(0, 700, (60,), generator=generator).tolist()
         lengths = LQ + drawn
-        q, k, v, dout, offsets, _ = problem(dim, lengths, lengths, heads=3, dtype=dtype)
+        q, k, v, dout, offsets, _ = problem(dim, lengths, lengths, heads=4, dtype=dtype)
         leaves = [x.double().requires_grad_() for x in (q, k, v)]
         expected, lse = dense(*leaves, lengths, lengths, left, 0)
         dlse = torch.randn_like(lse)

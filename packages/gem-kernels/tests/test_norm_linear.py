@@ -96,6 +96,26 @@ class TestHopper:
         check(run, tensors, formula, torch.bfloat16, worst=3e-3)
         assert torch.equal(run(*tensors), run(*tensors))
 
+    @pytest.mark.parametrize(("rows", "k", "n"), [(70, 200, 40), (1, 256, 8), (40_001, 256, 1024), (40_000, 250, 300)])
+    def test_a_weight_that_stays(self, rows, k, n):
+        from gem_kernels.norm_linear import hopper
+
+        bias = rows % 2 == 1
+        x, gain, weight, *rest = operands(rows, 256, n, bias=bias, dtype=torch.bfloat16, device="cuda")
+        x, gain, weight = (t.detach()[..., :k].contiguous() for t in (x, gain, weight))
+        x, gain, weight = (torch.nn.functional.pad(t, (0, -k % 8)) for t in (x, gain, weight))
+        rest = [t.detach() for t in rest] or [None]
+        with poisoned():
+            runs = [hopper.forward(x, gain, weight, *rest, EPS, config=hopper.RESIDENT[4]) for _ in range(2)]
+        exact = formula(*(None if t is None else t.double() for t in (x, gain, weight, *rest)))
+        assert relative_error(runs[0], exact) < 3e-3
+        assert torch.equal(*runs)
+        if n <= 256:
+            gain = torch.linspace(0.5, 1.5, n, device="cuda").bfloat16()
+            got = hopper.forward_after(x, weight, gain, *rest, EPS, config=hopper.RESIDENT[4])
+            exact = after_formula(*(None if t is None else t.double() for t in (x, weight, gain, *rest)))
+            assert relative_error(got, exact) < 3e-3
+
     @pytest.mark.parametrize("backend", ["hopper", "triton"])
     @pytest.mark.parametrize(("rows", "k", "n"), [(70, 72, 40), (1, 8, 8), (0, 8, 8), (40_001, 1024, 256)])
     def test_after(self, rows, k, n, backend):
