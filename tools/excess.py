@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from gem_train.config import override
 from gem_train.errors import Interrupted
 from gem_train.events import read
 from gem_train.recipes import load
-from gem_train.run_dir import read_json, write_json
+from gem_train.run_dir import RunDir, read_json, write_json
 
 
 def row(contender: Contender, model: str) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def result(everyone: Sequence[Contender], names: Sequence[str], recipe: str, com
     gem = next((c for c, n in done if n == GEM), None)
     if gem is None:
         raise SystemExit("GEM has not finished, so there is nothing to compare with")
-    told, described = read_json(gem.run.eval_file), read_json(gem.run.model_file)
+    told = read_json(gem.run.eval_file)
     rows = [row(c, n) for c, n in done]
     fitted = [
         {"case": n, "precision": "fp64", "tasks": of_tasks(told["baselines"][n], told["optimal"])} for n in FITTED
@@ -65,11 +64,10 @@ def result(everyone: Sequence[Contender], names: Sequence[str], recipe: str, com
     rows = sorted([*rows, *fitted], key=lambda r: sum(t["ne"] for t in r["tasks"].values()))
     return {
         "suite": "excess",
-        "card": card(described["device"]),
+        **circumstances(gem.run),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit,
         "command": " ".join(["python", *sys.argv]),
-        "versions": versions(),
         "recipe": recipe,
         "samples": {**read_json(gem.run.data_file)["split"]},
         "optimal": {task: t["ne"] for task, t in told["optimal"].items()},
@@ -77,19 +75,13 @@ def result(everyone: Sequence[Contender], names: Sequence[str], recipe: str, com
     }
 
 
-def versions() -> dict[str, str]:
-    """What the figures were made with."""
-    import torch
-    import triton
-
-    return {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
-
-
-def card(device: str) -> str:
-    """The GPU's name, or what there is in its place."""
-    import torch
-
-    return torch.cuda.get_device_name() if device.startswith("cuda") else device
+def circumstances(run: RunDir) -> dict[str, Any]:
+    """Card and versions of a run."""
+    told = read_json(run.env_file)
+    return {
+        "card": told["device"],
+        "versions": {name: told["versions"].get(name) for name in ("torch", "triton", "torchrec", "python")},
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

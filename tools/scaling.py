@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import datetime
 import io
-import platform
 import re
 import subprocess
 import sys
@@ -32,7 +31,6 @@ from gem_model.presets import preset
 from gem_train.config import RunConfig, override
 from gem_train.events import read
 from gem_train.recipes import load
-from gem_train.run import execute
 from gem_train.run_dir import RunDir, read_json, write_json
 
 
@@ -108,19 +106,13 @@ def plot(points: dict[str, dict[str, Any]], line: dict[str, float] | None) -> st
     return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)
 
 
-def versions() -> dict[str, str]:
-    """What the figures were made with."""
-    import torch
-    import triton
-
-    return {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
-
-
-def card(device: str) -> str:
-    """The GPU's name, or what there is in its place."""
-    import torch
-
-    return torch.cuda.get_device_name() if device.startswith("cuda") else device
+def circumstances(run: RunDir) -> dict[str, Any]:
+    """Card and versions of a run."""
+    told = read_json(run.env_file)
+    return {
+        "card": told["device"],
+        "versions": {name: told["versions"].get(name) for name in ("torch", "triton", "torchrec", "python")},
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = args.sizes.split(",")
     runs = {text: RunDir(args.out / text.replace("+", "-")) for text in sizes}
     for text in [args.only] if args.only else sizes if args.jobs == 1 else []:
+        from gem_train.run import execute  # torch takes seconds, which a process that starts others need not spend
+
         if not runs[text].eval_file.exists():
             config = configuration(args.recipe, text, sizes[0], args.set)
             execute(config, runs[text].path, resume=runs[text].config_file.exists())
@@ -163,14 +157,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not points:
         return 1
     some = runs[next(iter(points))]
-    described = read_json(some.model_file)
     found = {
         "suite": "quality",
-        "card": card(described["device"]),
+        **circumstances(some),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": args.commit,
         "command": " ".join(["python", *sys.argv]),
-        "versions": versions(),
         "recipe": args.recipe,
         "samples": read_json(some.data_file)["split"],
         "line": line,
