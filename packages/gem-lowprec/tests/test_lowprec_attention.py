@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
 import pytest
 import torch
 from gem_kernels import jagged_attention
-from gem_lowprec import MXFP8, attention_engine, low_precision_attention, quantize
+from gem_kernels.nn import JaggedAttention
+from gem_lowprec import MXFP8, Recipe, attention_engine, convert, low_precision_attention, quantize
 from gem_lowprec.attention import _say, operands
+from gem_lowprec.attention.layer import LowPrecisionJaggedAttention
 from gem_lowprec.attention.operands import BLOCK, ORDER, key_blocks, quantise, quantise_reference
+from torch import nn
 
 Q_LENGTHS, K_LENGTHS = (3, 0, 130, 64, 1, 257), (5, 7, 300, 0, 1, 129)
 
@@ -175,3 +179,38 @@ def test_what_it_does_not_take():
     _say.cache_clear()
     with pytest.warns(UserWarning, match="emulated"):
         low_precision_attention(*tensors, q_offsets, k_offsets, max(Q_LENGTHS), max(K_LENGTHS))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_a_converted_module_attends_in_low_precision(precision):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"plain": JaggedAttention(64, 2), "heads": JaggedAttention(64, 2), "other": nn.Linear(64, 8)})
+    before = copy.deepcopy(model)
+    keys = list(model.state_dict())
+    done = convert(model, Recipe(name="attention", attention=precision))
+    assert [(r.name, r.precision, r.engine) for r in done.attention] == [
+        ("plain", precision, "emulated"), ("heads", "bf16", "-")
+    ]  # fmt: skip
+    assert type(model["plain"]) is LowPrecisionJaggedAttention
+    assert type(model["heads"]) is JaggedAttention  # kept, as heads are
+    assert list(model.state_dict()) == keys
+    assert "plain" in done.table().split("attention", 2)[2]
+    x, at = torch.randn(sum(K_LENGTHS), 64, requires_grad=True), offsets(K_LENGTHS)
+    got, exact = (m["plain"](x, at, max(K_LENGTHS)) for m in (model, before))
+    assert 1e-3 < relative(got, exact.detach().double()) < 0.08
+    again = model["plain"](x, at, max(K_LENGTHS), bias=torch.zeros(1, 1, max(K_LENGTHS), max(K_LENGTHS)))
+    assert relative(again, exact.detach().double()) < 1e-5  # a bias is for BF16's kernel
+    parameters = (x, *model["plain"].parameters())
+    grads = torch.autograd.grad(got.sum(), parameters)
+    for g, right in zip(grads, torch.autograd.grad(exact.sum(), (x, *before["plain"].parameters())), strict=True):
+        assert relative(g, right.double()) < 0.15
+
+
+def test_nothing_attends_differently_unasked():
+    model = nn.Sequential(JaggedAttention(64, 2))
+    done = convert(model, "mxfp8")
+    assert type(model[0]) is JaggedAttention
+    assert [r.engine for r in done.attention] == ["-"]
+    assert "heads " not in done.table()
+    with pytest.raises(ValueError, match="fp4"):
+        Recipe(name="x", attention="fp4")

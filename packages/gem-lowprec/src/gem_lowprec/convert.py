@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from gem_lowprec.attention_modules import AttentionRow, convert_attention
 from gem_lowprec.gemm import engine
 from gem_lowprec.linear import Clock, LowPrecisionLinear
 from gem_lowprec.recipe import Recipe, Rule, get_recipe, matches
@@ -41,6 +42,7 @@ class Conversion:
 
     recipe: Recipe
     rows: tuple[Row, ...]
+    attention: tuple[AttentionRow, ...] = ()
     modules: dict[str, LowPrecisionLinear] = field(repr=False)
     clock: Clock = field(repr=False)
 
@@ -67,7 +69,11 @@ class Conversion:
         cells = [
             (r.name, f"{r.shape[0]}x{r.shape[1]}", r.forward, r.dgrad, r.wgrad, r.engine, r.why) for r in self.rows
         ]
-        return head + "\n" + render(("layer", "out x in", "forward", "dgrad", "wgrad", "engine", "why"), cells)
+        text = head + "\n" + render(("layer", "out x in", "forward", "dgrad", "wgrad", "engine", "why"), cells)
+        if any(r.engine != "-" for r in self.attention):
+            attending = [(r.name, f"{r.heads}x{r.head_dim}", r.precision, r.engine, r.why) for r in self.attention]
+            text += "\n" + render(("attention", "heads", "precision", "engine", "why"), attending)
+        return text
 
     def __str__(self) -> str:
         return self.table()
@@ -128,7 +134,9 @@ def convert(
     _replace(model, {id(old): modules[name] for name, old in linears if name in modules})
     if recipe.fuse_norms:
         _replace(model, _fused(model))
-    return Conversion(recipe=recipe, rows=tuple(rows), modules=modules, clock=clock)
+    where = next((p.device for p in model.parameters()), torch.device("cpu"))
+    attention = convert_attention(model, recipe, where if device is None else torch.device(device))
+    return Conversion(recipe=recipe, rows=tuple(rows), modules=modules, clock=clock, attention=attention)
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -36,8 +36,9 @@ class Recipe:
     product saves. With `fallback`, so do layers for whose shape the rates measured on such a card predict no gain
     (`gem_lowprec.speed`); where products are emulated or nothing was measured it decides nothing. With `fuse_norms`,
     the norm of a `gem_kernels.nn.NormLinear` whose projection runs block-wise writes its FP8 input; that was tested
-    without a card alone, so it must be asked for. `seed` selects the random numbers of stochastic rounding and of the
-    Hadamard signs.
+    without a card alone, so it must be asked for. `attention` is what `gem_kernels.nn.JaggedAttention` attends in:
+    "bf16" leaves it, "fp8" and "mxfp8" are the precisions of `low_precision_attention`. `seed` selects the random
+    numbers of stochastic rounding and of the Hadamard signs.
     """
 
     name: str
@@ -46,11 +47,14 @@ class Recipe:
     min_size: int = 128
     fallback: bool = True
     fuse_norms: bool = False
+    attention: str = "bf16"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.min_size < 1:
             raise ValueError(f"min_size must be at least 1, got {self.min_size}")
+        if self.attention not in ("bf16", "fp8", "mxfp8"):
+            raise ValueError(f"attention must be 'bf16', 'fp8' or 'mxfp8', got {self.attention!r}")
 
     def kept_by(self, name: str) -> str | None:
         """The first `keep` pattern that matches the layer `name`, or None."""

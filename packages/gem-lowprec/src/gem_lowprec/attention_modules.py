@@ -1,0 +1,72 @@
+"""Modules of gem-kernels that attend, in low precision: what `convert` does with them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gem_lowprec.recipe import Recipe
+
+if TYPE_CHECKING:
+    from gem_kernels.nn import JaggedAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRow:
+    """One attention module: its heads, what it runs in, "native" or "emulated" ("-" where it stays), and why."""
+
+    name: str
+    heads: int
+    head_dim: int
+    precision: str
+    engine: str
+    why: str
+
+
+def convert_attention(model: nn.Module, recipe: Recipe, device: torch.device) -> tuple[AttentionRow, ...]:
+    """Let every `gem_kernels.nn.JaggedAttention` of `model` attend as the recipe says; a row for each of them.
+
+    The modules stay, with their parameters, and get another class.
+    """
+    if "gem_kernels.nn" not in sys.modules:  # slow to import, and the model has none then
+        return ()
+    from gem_kernels.nn import JaggedAttention
+
+    rows = []
+    for name, module in model.named_modules():
+        if type(module) is not JaggedAttention:
+            continue
+        why, engine = _why_not(name, module, recipe, device)
+        if engine != "-":
+            from gem_lowprec.attention.layer import LowPrecisionJaggedAttention
+
+            module.__class__ = LowPrecisionJaggedAttention
+            module.precision = recipe.attention  # type: ignore[assignment]
+        precision = recipe.attention if engine != "-" else "bf16"
+        rows.append(
+            AttentionRow(
+                name=name, heads=module.heads, head_dim=module.head_dim, precision=precision, engine=engine, why=why
+            )
+        )  # fmt: skip
+    return tuple(rows)
+
+
+def _why_not(name: str, module: JaggedAttention, recipe: Recipe, device: torch.device) -> tuple[str, str]:
+    """Why it runs in what it runs in, and the engine."""
+    pattern = recipe.kept_by(name)
+    if pattern is not None:
+        return f"kept by pattern {pattern!r}", "-"
+    if recipe.attention == "bf16":
+        return f"recipe {recipe.name!r} leaves attention as it is", "-"
+    from gem_lowprec.attention import attention_engine  # imports Triton
+
+    like = torch.empty(0, module.heads, module.head_dim, dtype=torch.bfloat16, device=device)
+    masked = module.causal or module.window is not None or module.scale <= 0
+    runs = attention_engine(recipe.attention, like, masked=masked)
+    if recipe.attention == "fp8" and runs.name != "native" and device.type == "cuda" and recipe.fallback:
+        return f"{runs.why}; the emulation would be slower", "-"
+    return f"{runs.name}: {runs.why}", runs.name
