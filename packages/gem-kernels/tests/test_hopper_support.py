@@ -120,19 +120,21 @@ def test_the_recorded_command_leaves_out_where_the_file_went() -> None:
 
 
 def test_every_choice_is_a_configuration_that_is_tested() -> None:
-    for rows_q, rows_k, max_k in (
-        (64, 500, 1024),
-        (1024, 32, 32),
-        (256, 256, 512),
-        (1024, 256, 256),
-        (2048, 2048, 4096),
+    for sizes, steps in (  # means and maxima of queries and keys; steps with softmax and with an activation
+        ((64, 500, 64, 1024), (64, 64)),
+        ((1024, 32, 1024, 32), (64, 64)),
+        ((256, 256, 512, 512), (64, 64)),
+        ((512, 256, 1024, 256), (64, 128)),
+        ((1024, 256, 1024, 256), (128, 128)),
+        ((512, 512, 1024, 1024), (128, 128)),
+        ((2048, 2048, 4096, 4096), (128, 128)),
     ):
-        for masked in (True, False):
-            chosen = launch.choose_forward(rows_q, rows_k, max_k, masked)
+        for softmax, step in zip((True, False), steps, strict=True):
+            chosen = launch.choose_forward(*sizes, softmax=softmax, masked=False)
             assert chosen in launch.FORWARD.values()
-    assert launch.choose_forward(256, 256, 512, False).step == 64
-    assert launch.choose_forward(512, 512, 1024, False).step == 128
-    assert launch.choose_forward(512, 512, 1024, True, True).step == 64
+            assert chosen.step == step
+            assert launch.choose_forward(*sizes, softmax=softmax, masked=True) in launch.FORWARD.values()
+    assert launch.choose_forward(512, 512, 1024, 1024, softmax=True, masked=True, bias=True).step == 64
 
 
 @pytest.mark.parametrize("limit", [1, 1 << 20, 1 << 40])

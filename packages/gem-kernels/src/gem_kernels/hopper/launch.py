@@ -68,17 +68,20 @@ FORWARD = {
 }
 
 
-def choose_forward(rows_q: float, rows_k: float, max_k: int, masked: bool, bias: bool = False) -> ForwardConfig:
+def choose_forward(
+    rows_q: float, rows_k: float, max_q: int, max_k: int, *, softmax: bool, masked: bool, bias: bool = False
+) -> ForwardConfig:
     """The configuration for `rows_q` queries and `rows_k` keys on average (docs/notes/hopper-attention.md).
 
-    Steps of 64 keys where they save work at the ends of sequences, short keys of different lengths, and where memory is
-    the bound anyway (learned queries, very short keys); elsewhere 128.
+    Steps of 64 keys for short keys where lengths differ (with an activation: those of keys), so that tiles end or have
+    fewer blocks than there are consumers, and where memory is the bound anyway (learned queries, very short keys);
+    elsewhere 128.
     """
     if bias:  # which takes registers
         return FORWARD["3x64"]
     if masked:
         return FORWARD["3x128-lean"]
-    ragged = rows_k < 0.75 * max_k
+    ragged = rows_k < 0.75 * max_k or (softmax and rows_q < 0.75 * max_q)
     return FORWARD["3x64" if min(rows_q, rows_k) <= 64 or (ragged and max_k <= 512) else "3x128"]
 
 
@@ -168,7 +171,9 @@ def forward(
         return out.zero_(), lse.fill_(float("-inf"))
     q, k, v = readable(q), readable(k), readable(v)
     masked = left >= 0 or right >= 0
-    config = config or choose_forward(total / batch, k.shape[0] / batch, max_k, masked, bias is not None)
+    config = config or choose_forward(
+        total / batch, k.shape[0] / batch, max_q, max_k, softmax=softmax, masked=masked, bias=bias is not None
+    )
     own = torch.arange(2, device=q.device) * length if q_offsets is None else q_offsets
     if tiles is None:
         tiles = tile_lists.build(own, k_offsets, total, heads, config.shape, shared_own=shared)
