@@ -133,6 +133,13 @@ def test_wide_rows_after_a_product_are_its_parts(device):
         linear_norm(*tensors, eps=EPS, backend="triton")
 
 
+def test_rows_that_the_norm_cannot_hold(device):
+    x, gain, weight = operands(2, 8200, 8, bias=False, dtype=torch.bfloat16, device=device)
+    with pytest.raises(RuntimeError, match="rows of at most 8192; got 8200"):
+        norm_linear(x, gain, weight, backend="triton")
+    assert relative_error(norm_linear(x, gain, weight, eps=EPS), formula(x, gain, weight)) < 1e-2
+
+
 def test_the_reference():
     x, gain, weight, bias = operands(6, 5, 3)
     expected = formula(x, gain, weight, bias)

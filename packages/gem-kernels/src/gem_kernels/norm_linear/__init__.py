@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS
 from gem_kernels.norm_linear import reference
-from gem_kernels.norms import _backward as norm_backward
-from gem_kernels.norms import _backward_with_rows as norm_backward_with_rows
+from gem_kernels.norm_linear.operators import after, before
 from gem_kernels.norms import rms_norm
-from gem_kernels.operator import operator
 
 __all__ = ["linear_norm", "norm_linear"]
 
@@ -59,7 +55,7 @@ def norm_linear(
     name = dispatch.choose("norm_linear", x, backend, features)
     if name == dispatch.REFERENCE:
         return reference.norm_linear(x, gain, weight, bias, eps=float(eps))
-    return _forward(x.flatten(0, -2), gain, weight, bias, float(eps), name).unflatten(0, x.shape[:-1])
+    return before(x.flatten(0, -2), gain, weight, bias, float(eps), name).unflatten(0, x.shape[:-1])
 
 
 def linear_norm(
@@ -103,7 +99,7 @@ def linear_norm(
     name = dispatch.choose("norm_linear", x, backend, ("after", f"width:{weight.shape[0]}"))
     if name == dispatch.REFERENCE:
         return reference.linear_norm(x, weight, gain, bias, eps=float(eps))
-    return _after(x.flatten(0, -2), weight, gain, bias, float(eps), name).unflatten(0, x.shape[:-1])
+    return after(x.flatten(0, -2), weight, gain, bias, float(eps), name).unflatten(0, x.shape[:-1])
 
 
 def _check(x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float, gained: int | None = None) -> None:
@@ -130,55 +126,3 @@ def _check(x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
             raise ValueError(f"{name} must be on {x.device} with x; it is on {tensor.device}")
     if eps <= 0:
         raise ValueError(f"eps must be positive; got {eps}")
-
-
-@operator("norm_linear")
-def _forward(x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str) -> Tensor:
-    return dispatch.module("norm_linear", backend).forward(x, gain, weight, bias, eps)
-
-
-@_forward.register_fake
-def _(x, gain, weight, bias, eps, backend):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, gain, weight, bias, ctx.eps, _ = inputs
-    ctx.bias = bias is not None
-    ctx.save_for_backward(x, gain, weight)
-
-
-def _autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, gain, weight = ctx.saved_tensors
-    dx, dgain, normal = norm_backward_with_rows(dy @ weight, x, gain, ctx.eps, "triton")
-    dweight = dy.T @ normal if ctx.needs_input_grad[2] else None
-    return dx, dgain, dweight, dy.sum(0) if ctx.bias else None, None, None
-
-
-_forward.register_autograd(_autograd, setup_context=_setup)
-
-
-@operator("linear_norm")
-def _after(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor | None, eps: float, backend: str) -> Tensor:
-    return dispatch.module("norm_linear", backend).forward_after(x, weight, gain, bias, eps)
-
-
-@_after.register_fake
-def _(x, weight, gain, bias, eps, backend):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def _after_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, gain, bias, ctx.eps, _ = inputs
-    ctx.save_for_backward(x, weight, gain, bias)
-
-
-def _after_autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, weight, gain, bias = ctx.saved_tensors
-    dz, dgain, _ = norm_backward(dy, None, F.linear(x, weight, bias), gain, None, "rms", ctx.eps, False, "triton")
-    dx = dz @ weight if ctx.needs_input_grad[0] else None
-    dweight = dz.T @ x if ctx.needs_input_grad[1] else None
-    return dx, dweight, dgain, None if bias is None else dz.sum(0), None, None
-
-
-_after.register_autograd(_after_autograd, setup_context=_after_setup)

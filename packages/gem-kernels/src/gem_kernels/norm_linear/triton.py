@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem_kernels import dispatch, tiling
 from gem_kernels.norm_linear import WIDEST
+from gem_kernels.norms import triton as norms
 from gem_kernels.tiling import HALF, CompileCase, Tile, launch, signature
 
 __all__ = ["addressable", "applies", "compile_cases", "forward", "forward_after", "scaled"]
@@ -70,12 +71,14 @@ def _kernel(
 
 
 def applies(problem: dispatch.Problem) -> tuple[bool, str]:
-    """Half precision, and widths that descriptors can address: multiples of 8."""
+    """Half precision, and widths that descriptors can address, multiples of 8; rows that the norm's kernel can hold."""
     if problem.dtype not in HALF:
         return False, f"the kernel takes float16 and bfloat16; got {problem.dtype}"
     width = next((int(f.removeprefix("width:")) for f in problem.features if f.startswith("width:")), 8)
     if problem.head_dim % 8 or width % 8:
         return False, f"widths must be multiples of 8; got {problem.head_dim} and {width}"
+    if "after" not in problem.features and problem.head_dim > norms.MAX_WIDTH:
+        return False, f"the norm's backward pass takes rows of at most {norms.MAX_WIDTH}; got {problem.head_dim}"
     if "after" in problem.features and width > WIDEST:
         return False, f"the result's rows must fit in one tile to be normalised, at most {WIDEST} wide; got {width}"
     return tiling.applies_to_dtype(problem)
