@@ -30,9 +30,13 @@ def _bias(bias, key, k_len, N: gl.constexpr, SL: gl.constexpr, EDGES: gl.constex
 
 
 @gluon.jit
-def _scores(q, k, N: gl.constexpr, SL: gl.constexpr):
-    """Q K^T [BLOCK, N], issued and not waited for."""
-    return warpgroup_mma(q, k.permute((1, 0)), gl.zeros([BLOCK, N], gl.float32, SL), use_acc=False, is_async=True)
+def _scores(q, k, DIM: gl.constexpr, N: gl.constexpr, SL: gl.constexpr):
+    """Q K^T [BLOCK, N], issued and not waited for; without the zeros beyond column 96 if there is nothing else."""
+    none = gl.zeros([BLOCK, N], gl.float32, SL)
+    if DIM <= 64 or DIM > 96:
+        return warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    s = warpgroup_mma(q.slice(0, 64, dim=1), k.slice(0, 64, dim=1).permute((1, 0)), none, use_acc=False, is_async=True)
+    return warpgroup_mma(q.slice(64, 32, dim=1), k.slice(64, 32, dim=1).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
@@ -202,7 +206,7 @@ def _pass(step, n, barriers, KS: gl.constexpr, LEAN: gl.constexpr):
 @gluon.jit
 def _step(
     q, k, v, acc, m, total, scale, step, before, key, position, k_len, window, barriers, bias,
-    N: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, EDGES: gl.constexpr,
+    DIM: gl.constexpr, N: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, EDGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """N keys: one product after the other, which needs few registers, so that a third consumer fits, and hides under
@@ -215,7 +219,7 @@ def _step(
     s = step % KS
     phase = (step // KS) & 1
     mbarrier.wait(k_full.index(s), phase)
-    S = _scores(q, k, N, SL)
+    S = _scores(q, k, DIM, N, SL)
     if BIAS:  # read under the product
         b = _bias(bias, key, k_len, N, SL, EDGES)
         S = warpgroup_mma_wait(0, deps=(S,))
@@ -330,7 +334,7 @@ def consume(
                     acc, m, total = _step(
                         q, k, v, acc, m, total, scale, step + i, (q_empty.index(before), has_before),
                         lo + wholes * BN + (shorts - 1 - i) * BLOCK, first, k_len, window, barriers, bias_at,
-                        BLOCK, KS, OL, ACT, True, LEFT, RIGHT, LEAN, LAZY, BIAS,
+                        DIM, BLOCK, KS, OL, ACT, True, LEFT, RIGHT, LEAN, LAZY, BIAS,
                     )  # fmt: skip
                 if MASKED:
                     _pass(step + shorts, begin, barriers, KS, LEAN)
@@ -341,7 +345,7 @@ def consume(
                     acc, m, total = _step(
                         q, k_buf.index(s).reshape([BN, D]), v_buf.index(s).reshape([BN, D]), acc, m, total, scale,
                         step + shorts + i, (q_empty.index(before), has_before), lo + (wholes - 1 - i) * BN, first,
-                        k_len, window, barriers, bias_at, BN, KS, OL, ACT, MASKED, LEFT, RIGHT, LEAN, LAZY, BIAS,
+                        k_len, window, barriers, bias_at, DIM, BN, KS, OL, ACT, MASKED, LEFT, RIGHT, LEAN, LAZY, BIAS,
                     )  # fmt: skip
                 if MASKED:
                     _pass(step + shorts + end, wholes - end, barriers, KS, LEAN)

@@ -97,6 +97,11 @@ def compile_cases(act: str) -> list[CompileCase]:
                     config.constants(dim, group=1, act=act, left=left, right=right),
                     defined=True, no_special=no_special,
                 ))  # fmt: skip
+            if act == "softmax" and dim == 128 and config is launch.FORWARD["3x128"]:  # scores of two products
+                cases.append(_case(
+                    f"{op} hopper forward d96 {name}", launch.forward_kernel, descriptors,
+                    config.constants(96, group=1, act=act), defined=True,
+                ))  # fmt: skip
             if act == "softmax" and config is launch.FORWARD["3x64"]:
                 for mask, right in {"": False, " causal": True}.items():
                     cases.append(_case(
@@ -116,7 +121,7 @@ def _backward_cases(op: str, act: str, dim: int) -> list[CompileCase]:
     cases = []
     for mask, (left, right) in {"": (False, False), " causal": (False, True), " window": (True, True)}.items():
         for name, way in launch_backward.BACKWARD.items():
-            kernel = launch_backward.backward_kernel if way.own is None else launch_backward.short_backward_kernel
+            kernel = launch_backward.kernel_of(way)
             cases.append(_case(
                 f"{op} hopper backward d{dim} {name}{mask}", kernel, {**loads, **stores},
                 way.constants(dim, group=1, act=act, left=left, right=right),
