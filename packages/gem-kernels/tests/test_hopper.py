@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -15,7 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 
 LQ = [1, 63, 64, 65, 127, 128, 129, 0, 200, 0, 0, 500, 33, 193, 1, 640, 64, 900]
 LK = [1, 129, 128, 127, 65, 64, 63, 100, 0, 0, 5, 700, 257, 256, 1000, 640, 900, 64]
-BACKWARD = ["stream", "short-keys", "short-queries"]
+BACKWARD = ["stream", "together", "short-keys", "short-queries"]
+WHOLE = ("stream", "together")  # for sequences of any length
 
 
 def dense(q, k, v, lq, lk, scale, act, left=-1, right=-1):
@@ -58,15 +60,19 @@ def fitting(name):
 CAUSAL, NONE = (-1, 0), (-1, -1)
 CASES = [  # configuration, activation, head dimension, (query, key) heads, mask
     *((name, act, dim, (3, 3), NONE) for name in BACKWARD for act in ("softmax", "silu") for dim in (64, 128)),
-    *(("stream", "softmax", 128, (3, 3), mask) for mask in (CAUSAL, (100, -1), (70, 30), (0, 0), (-1, 200))),
-    *(("stream", "softmax", 64, (3, 3), mask) for mask in (CAUSAL, (200, -1), (10, 150))),
-    *(("stream", act, dim, (3, 3), CAUSAL) for act in ("silu", "gelu") for dim in (64, 128)),
+    *(
+        (name, "softmax", 128, (3, 3), mask)
+        for mask in (CAUSAL, (100, -1), (70, 30), (0, 0), (-1, 200))
+        for name in WHOLE
+    ),
+    *((name, "softmax", 64, (3, 3), mask) for mask in (CAUSAL, (200, -1), (10, 150)) for name in WHOLE),
+    *((name, act, dim, (3, 3), CAUSAL) for act in ("silu", "gelu") for dim in (64, 128) for name in WHOLE),
     ("stream", "relu2", 128, (2, 2), (100, 20)),
-    ("stream", "softmax", 128, (4, 2), NONE),
-    ("stream", "softmax", 128, (4, 1), CAUSAL),
-    ("stream", "softmax", 64, (4, 1), (64, 64)),
+    *((name, "softmax", 128, (4, 2), NONE) for name in WHOLE),
+    *((name, "softmax", 128, (4, 1), CAUSAL) for name in WHOLE),
+    *((name, "softmax", 64, (4, 1), (64, 64)) for name in WHOLE),
     ("stream", "silu", 128, (4, 2), (50, 0)),
-    *(("stream", "softmax", dim, (2, 2), NONE) for dim in (16, 40, 96, 112)),
+    *((name, "softmax", dim, (2, 2), NONE) for dim in (16, 40, 96, 112) for name in WHOLE),
     ("stream", "softmax", 96, (2, 2), CAUSAL),
     ("stream", "softmax", 32, (4, 2), (30, 30)),
     ("stream", "silu", 96, (2, 2), CAUSAL),
@@ -123,13 +129,13 @@ def many(lq, lk, act, dim=128, mask=NONE):
     ("name", "act", "dim", "mask"),
     [
         *((name, act, 128, NONE) for name in BACKWARD for act in ("softmax", "silu")),
-        *(("stream", act, dim, CAUSAL) for act in ("softmax", "silu") for dim in (64, 128)),
-        ("stream", "softmax", 128, (100, 30)),
-        ("stream", "softmax", 64, NONE),
+        *((name, act, dim, CAUSAL) for act in ("softmax", "silu") for dim in (64, 128) for name in WHOLE),
+        *((name, "softmax", 128, (100, 30)) for name in WHOLE),
+        *((name, "softmax", 64, NONE) for name in WHOLE),
     ],
 )
 def test_many_tiles_backward(name, act, dim, mask):
-    """The same for many tiles of each program; "stream" once more with a workspace that holds a few sequences only."""
+    """The same for many tiles of each program; once more with a workspace that holds a few sequences only."""
     from gem_kernels.hopper import launch_backward
 
     torch.manual_seed(5)
@@ -139,8 +145,8 @@ def test_many_tiles_backward(name, act, dim, mask):
         lk = [n if i % 3 else m for i, (n, m) in enumerate(zip(lq, lk, strict=True))]
     (q, k, v, dout), where, saved, expected = many(lq, lk, act, dim, mask)
     configs = [launch_backward.BACKWARD[name]]
-    if name == "stream":
-        configs.append(launch_backward.BackwardConfig(workspace=50 << 20))
+    if name in WHOLE:
+        configs.append(dataclasses.replace(configs[0], workspace=50 << 20))
     options = {"act": act, "out_scale": 1.0, "left": mask[0], "right": mask[1]}
     results = []
     for config in configs:
@@ -151,7 +157,10 @@ def test_many_tiles_backward(name, act, dim, mask):
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize(("name", "mask"), [("stream", NONE), ("stream", CAUSAL), ("short-keys", NONE)])
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [("stream", NONE), ("stream", CAUSAL), ("together", NONE), ("together", CAUSAL), ("short-keys", NONE)],
+)
 def test_replay_of_a_graph_with_other_lengths(name, mask):
     from gem_kernels.hopper import launch_backward
 
@@ -196,7 +205,9 @@ def test_every_activation_and_out_scale(act):
     expected = 0.25 * dense(*wide, LQ, LK, 0.2, act)[0]
     got = gdpa(q, k, v, cq, ck, max(LQ), max(LK), activation=act, scale=0.2, out_scale=0.25, backend="hopper")
     assert relative_error(got, expected) < 5e-3
-    name = BACKWARD[sorted(ACTIVATIONS).index(act) % 3]  # they share the activations: one kernel to build for each
+    name = BACKWARD[
+        sorted(ACTIVATIONS).index(act) % len(BACKWARD)
+    ]  # they share the activations: one kernel to build for each
     lq, lk = fitting(name)
     q, k, v, dout, cq, ck = problem(lq=lq, lk=lk)
     wide = [x.double().detach().requires_grad_() for x in (q, k, v)]
@@ -211,7 +222,7 @@ def test_every_activation_and_out_scale(act):
 @pytest.mark.parametrize(
     ("dtype", "act", "name", "causal"),
     [
-        *((torch.bfloat16, act, name, False) for act in ("softmax", "silu") for name in BACKWARD),
+        *((torch.bfloat16, act, name, False) for act in ("softmax", "silu") for name in BACKWARD if name != "together"),
         (torch.bfloat16, "softmax", "stream", True),
         (torch.bfloat16, "silu", "stream", True),
         (torch.float16, "softmax", "stream", False),

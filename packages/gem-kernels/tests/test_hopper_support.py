@@ -100,6 +100,7 @@ def test_loops_over_tiles_carry_the_whole_record() -> None:
             for mask in ("", " causal", " window")
             for kernel, carried in (
                 ("backward d64 stream", [3, 3, 3, 4]),
+                ("backward d64 together", [5, 5, 5, 4]),  # with the word that is owed
                 ("backward d64 short-keys", [1, 1]),
                 ("backward d64 short-queries", [1, 1]),
                 ("d64", [3, 3, 3, 3, 3]),

@@ -143,8 +143,8 @@ def _effects(x: Instruction) -> tuple[set[Register], set[Register]]:
     for n, operand in enumerate(operands):
         if address := re.match(r"desc\[(UR\d+)\]\[(.*)\]", operand):
             read |= _registers(address.group(1), 2) | _registers(address.group(2), 2 if ".64" in operand else 1)
-        elif operand.startswith("gdesc"):
-            read |= _registers(operand, 2 if operands[0].startswith("R") else 4)
+        elif operand.startswith("gdesc"):  # A's two registers, which are not used where A is in registers, then B's
+            read |= _registers(operand, 4) - (_registers(operand, 2) if operands[0].startswith("R") else set())
         elif x.base in ("HGMMA", "QGMMA") and operand.startswith("R"):
             read |= _registers(operand, 4 if n == 0 else _width(x, operation))
         else:

@@ -169,5 +169,7 @@ def terms(name: str) -> int:
 
 
 def coefficient(name: str, j: int) -> float:
-    """The coefficient of x^(2 j + 2). For kernels, at compile time."""
-    return POLYNOMIALS[name].coefficients[j]
+    """The coefficient of h^(2 j + 2) where h = x / 2, which adds itself to it: in h a kernel needs one product less,
+    as the half goes into the factor of the scores. For kernels, at compile time.
+    """
+    return POLYNOMIALS[name].coefficients[j] * 4.0 ** (j + 1)

@@ -29,11 +29,12 @@ def activate(x, ACT: tl.constexpr):
     """act(x)."""
     N: tl.constexpr = terms(ACT)
     if N > 0:
-        u = x * x
+        h = x * 0.5
+        u = h * h
         y = u * coefficient(ACT, N - 1) + coefficient(ACT, N - 2)
         for j in tl.static_range(2, N):
             y = y * u + coefficient(ACT, N - 1 - j)  # a multiply-add
-        y = y * u + 0.5 * x
+        y = y * u + h
     elif ACT == "identity":
         y = x
     elif ACT == "relu":
@@ -60,11 +61,12 @@ def slope(x, ACT: tl.constexpr):
     """act'(x)."""
     N: tl.constexpr = terms(ACT)
     if N > 0:
-        u = x * x
-        y = u * (coefficient(ACT, N - 1) * (2 * N)) + coefficient(ACT, N - 2) * (2 * N - 2)
+        h = x * 0.5
+        u = h * h
+        y = u * (coefficient(ACT, N - 1) * N) + coefficient(ACT, N - 2) * (N - 1)
         for j in tl.static_range(2, N):
-            y = y * u + coefficient(ACT, N - 1 - j) * (2 * N - 2 * j)
-        y = y * x + 0.5
+            y = y * u + coefficient(ACT, N - 1 - j) * (N - j)
+        y = y * h + 0.5
     elif ACT == "identity":
         y = tl.full(x.shape, 1.0, tl.float32)
     elif ACT == "relu":

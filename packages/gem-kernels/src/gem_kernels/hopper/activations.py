@@ -33,11 +33,12 @@ def activate(x, ACT: gl.constexpr):
     """act(x), float32."""
     N: gl.constexpr = terms(ACT)
     if N > 0:
-        u = x * x
+        h = 0.5 * x
+        u = h * h
         y = u * coefficient(ACT, N - 1) + coefficient(ACT, N - 2)
         for j in gl.static_range(2, N):
             y = y * u + coefficient(ACT, N - 1 - j)  # a multiply-add
-        y = y * u + 0.5 * x
+        y = y * u + h
     elif ACT == "identity":
         y = x
     elif ACT == "relu":
@@ -67,14 +68,15 @@ def activate_with_grad(x, ACT: gl.constexpr):
     """act(x) and act'(x), float32."""
     N: gl.constexpr = terms(ACT)
     if N > 0:
-        u = x * x
+        h = 0.5 * x
+        u = h * h
         y = u * coefficient(ACT, N - 1) + coefficient(ACT, N - 2)
-        d = u * (coefficient(ACT, N - 1) * (2 * N)) + coefficient(ACT, N - 2) * (2 * N - 2)
+        d = u * (coefficient(ACT, N - 1) * N) + coefficient(ACT, N - 2) * (N - 1)
         for j in gl.static_range(2, N):
             y = y * u + coefficient(ACT, N - 1 - j)  # a multiply-add
-            d = d * u + coefficient(ACT, N - 1 - j) * (2 * N - 2 * j)
-        y = y * u + 0.5 * x
-        d = d * x + 0.5
+            d = d * u + coefficient(ACT, N - 1 - j) * (N - j)
+        y = y * u + h
+        d = d * h + 0.5
     elif ACT == "identity":
         y = x
         d = x * 0.0 + 1.0

@@ -26,11 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from gem_kernels.hopper.backward_block import BLOCK, in_sight, product, put_rows, score_gradient, weights
+from gem_kernels.hopper.backward_block import BLOCK, in_sight, put_rows
+from gem_kernels.hopper.backward_keys import head_of_queries, pass_by
 from gem_kernels.hopper.exchange import pack, take, tile_row, unpack
 from gem_kernels.hopper.records import FIELDS, RECORDS
 
@@ -122,121 +121,6 @@ def _loader(
 
 
 @gluon.jit
-def _send(dS, out, desc, at_row, SL: gl.constexpr):
-    """A block of dS goes out."""
-    tma.store_wait(0)
-    out.reshape([BLOCK, BLOCK]).store(gl.convert_layout(dS, SL))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [at_row, 0, 0], out)
-
-
-@gluon.jit
-def _pass(step, n, barriers, QS: gl.constexpr, DS: gl.constexpr):
-    """Steps that a consumer has no part in: it keeps the rings turning."""
-    q_full, do_full, step_empty, _kv_full, _kv_empty = barriers
-    for i in range(n):
-        s = (step + i) % QS
-        o = (step + i) % DS
-        mbarrier.wait(q_full.index(s), ((step + i) // QS) & 1)
-        mbarrier.wait(do_full.index(o), ((step + i) // DS) & 1)
-        mbarrier.arrive(step_empty.index(o), count=1)
-    return step + n
-
-
-@gluon.jit
-def _step(
-    S, dv, k, v, step, q_left, k_left, d, problem, buffers, barriers,
-    NC: gl.constexpr, D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr,
-    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-):  # fmt: skip
-    """From a step's scores: dV, to which its part may still be in flight, P^T, which that product reads, and dS^T.
-
-    The weights are made while dP^T is in flight, and dS^T while dV is (of three consumers, whose registers are short,
-    another one's): ptxas moves arithmetic over waits for products, but not over products that need it.
-    """
-    scale, mask = problem
-    _q_buf, do_buf, _k_buf, _v_buf, rows_buf = buffers
-    _q_full, do_full, _step_empty, _kv_full, _kv_empty = barriers
-    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
-    RL: gl.constexpr = gl.SliceLayout(0, SL)
-    dtype: gl.constexpr = k.dtype
-    s = step % QS
-    o = step % DS
-    do = do_buf.index(o).reshape([BLOCK, D])
-    mbarrier.wait(do_full.index(o), (step // DS) & 1)
-    dP = product(v, do, SL)
-    p, slope = weights(S, scale, rows_buf.index(2 * s).load(RL), q_left, d, mask, ACT, SL, LEFT, RIGHT)
-    P = gl.convert_layout(p.to(dtype), PL)
-    dv = warpgroup_mma(P, do, dv, is_async=True)
-    dP, dv, P = warpgroup_mma_wait(1 if NC == 2 else 0, deps=(dP, dv, P))
-    ds = score_gradient(
-        slope, dP, rows_buf.index(2 * s + 1).load(RL), q_left, k_left, d, mask, ACT, SL, LEFT, RIGHT
-    )  # fmt: skip
-    return dv, P, gl.convert_layout(ds.to(dtype), PL)
-
-
-@gluon.jit
-def _head(
-    dk, dv, k, v, step, steps, left_over, out, release, problem, buffers, barriers,
-    NC: gl.constexpr, D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr,
-    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-):  # fmt: skip
-    """What one head's queries add to dK and dV of 64 keys, and their dS."""
-    begin, end, n = steps
-    q_left, mine, d0 = left_over
-    ds_buf, ds_desc, ds_row, ds_step = out
-    before, has_before = release
-    q_buf, _do_buf, _k_buf, _v_buf, _rows_buf = buffers
-    q_full, _do_full, step_empty, _kv_full, _kv_empty = barriers
-    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    if LEFT or RIGHT:
-        step = _pass(step, begin, barriers, QS, DS)
-    if end > begin:
-        mbarrier.wait(q_full.index(step % QS), (step // QS) & 1)
-        S = product(k, q_buf.index(step % QS).reshape([BLOCK, D]), SL)
-        # What the tile before left in its K and V has gone out: they may be loaded anew.
-        tma.store_wait(0)
-        mbarrier.arrive(before, count=1, pred=has_before)
-        S = warpgroup_mma_wait(0, deps=(S,))
-        for i in range(begin, end - 1):
-            dv, P, dS = _step(
-                S, dv, k, v, step, q_left - i * BLOCK, mine, d0 - i * BLOCK, problem, buffers, barriers,
-                NC, D, QS, DS, ACT, LEFT, RIGHT,
-            )  # fmt: skip
-            s = step % QS
-            o = step % DS
-            step += 1
-            q = q_buf.index(step % QS).reshape([BLOCK, D])
-            mbarrier.wait(q_full.index(step % QS), (step // QS) & 1)
-            S = product(k, q, SL)
-            dk = warpgroup_mma(dS, q_buf.index(s).reshape([BLOCK, D]), dk, is_async=True)
-            _send(dS, ds_buf, ds_desc, ds_row, SL)
-            ds_row += ds_step
-            S, dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(S, dv, dk, P, dS))
-            mbarrier.arrive(step_empty.index(o), count=1)
-        i = end - 1
-        dv, P, dS = _step(
-            S, dv, k, v, step, q_left - i * BLOCK, mine, d0 - i * BLOCK, problem, buffers, barriers,
-            NC, D, QS, DS, ACT, LEFT, RIGHT,
-        )  # fmt: skip
-        s = step % QS
-        o = step % DS
-        step += 1
-        dk = warpgroup_mma(dS, q_buf.index(s).reshape([BLOCK, D]), dk, is_async=True)
-        _send(dS, ds_buf, ds_desc, ds_row, SL)
-        dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv, dk, P, dS))
-        mbarrier.arrive(step_empty.index(o), count=1)
-    else:
-        tma.store_wait(0)
-        mbarrier.arrive(before, count=1, pred=has_before)
-    if LEFT or RIGHT:
-        step = _pass(step, n - end, barriers, QS, DS)
-    return dk, dv, step
-
-
-@gluon.jit
 def _consumer(
     W: gl.constexpr, outputs, problem, records, buffers, ds_buf, barriers, mask,
     D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, GROUP: gl.constexpr,
@@ -270,16 +154,17 @@ def _consumer(
                 v = v_buf.index(slot * NC + W)
                 begin, end = in_sight(diagonal + W * BLOCK, right, left, n, RIGHT, LEFT)
                 ds_row += ((first_block + W) % key_blocks + begin * key_blocks) * BLOCK
+                nothing = (dk_ptr, 0)  # nobody waits for dS
                 dk = gl.zeros([BLOCK, D], gl.float32, AL)
                 dv = gl.zeros([BLOCK, D], gl.float32, AL)
                 steps = (begin, end, n)
                 left_over = (q_left, mine, diagonal + W * BLOCK)
                 for g in range(GROUP):
                     at = ds_row + g * window_blocks * key_blocks * BLOCK
-                    dk, dv, step = _head(
+                    dk, dv, step = head_of_queries(
                         dk, dv, k.reshape([BLOCK, D]), v.reshape([BLOCK, D]), step, steps, left_over,
-                        (ds_buf.index(W), ds_desc, at, key_blocks * BLOCK), (before, (visit > 0) & (g == 0)),
-                        (scale, mask), buffers, barriers, NC, D, QS, DS, ACT, LEFT, RIGHT,
+                        (ds_buf.index(W), ds_desc, at, key_blocks * BLOCK), (before, (visit > 0) & (g == 0), nothing),
+                        (scale, mask), buffers, barriers, NC, D, QS, DS, ACT, LEFT, RIGHT, False,
                     )  # fmt: skip
                 at_row = k_row + W * BLOCK
                 k_out = k.reshape([BLOCK, D])
@@ -296,7 +181,7 @@ def _consumer(
             else:
                 tma.store_wait(0)
                 mbarrier.arrive(before, count=1, pred=visit > 0)
-                step = _pass(step, n * GROUP, barriers, QS, DS)
+                step = pass_by(step, n * GROUP, barriers, QS, DS)
         visit += 1
     tma.store_wait(0)
 

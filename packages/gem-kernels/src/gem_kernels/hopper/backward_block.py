@@ -62,10 +62,10 @@ def _at_edge(d, mask, LEFT: gl.constexpr, RIGHT: gl.constexpr):
 @gluon.jit
 def weights(
     S, scale, lse, q_left, d, mask,
-    ACT: gl.constexpr, SL: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    ACT: gl.constexpr, SL: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """P^T of a step, 0 for queries past the sequence's end (softmax: by their statistics), and what dP^T is multiplied
-    by: P^T again, or the activation's slope.
+    by: P^T again, or the activation's slope. Only the LAST step may have queries past the end.
     """
     if ACT == "softmax":
         if LEFT or RIGHT:  # noqa: SIM102 - the first is decided by the compiler
@@ -74,8 +74,9 @@ def weights(
         p = gl.exp2(S * scale - lse[None, :])
         slope = p
     else:
-        if _at_edge(d, mask, LEFT, RIGHT) | (q_left < BLOCK):  # every activation maps 0 to 0
-            S = gl.where(_seen(d, q_left, BLOCK, mask, SL, LEFT, RIGHT), S, 0.0)
+        if LEFT or RIGHT or LAST:  # noqa: SIM102
+            if _at_edge(d, mask, LEFT, RIGHT) | (q_left < BLOCK):  # every activation maps 0 to 0
+                S = gl.where(_seen(d, q_left, BLOCK, mask, SL, LEFT, RIGHT), S, 0.0)
         p, slope = activate_with_grad(S * scale, ACT)
     return p, slope
 
@@ -83,17 +84,18 @@ def weights(
 @gluon.jit
 def score_gradient(
     slope, dP, delta, q_left, k_left, d, mask,
-    ACT: gl.constexpr, SL: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    ACT: gl.constexpr, SL: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """dS^T of a step, 0 for keys past the sequence's end and where a query does not see a key."""
     if ACT == "softmax":
         ds = slope * (dP - delta[None, :])
-        if k_left < BLOCK:
-            ds = gl.where((gl.arange(0, BLOCK, gl.SliceLayout(1, SL)) < k_left)[:, None], ds, 0.0)
     else:
         ds = slope * dP
+    if ACT != "softmax" and (LEFT or RIGHT or LAST):
         if _at_edge(d, mask, LEFT, RIGHT) | (q_left < BLOCK) | (k_left < BLOCK):
             ds = gl.where(_seen(d, q_left, k_left, mask, SL, LEFT, RIGHT), ds, 0.0)
+    elif k_left < BLOCK:
+        ds = gl.where((gl.arange(0, BLOCK, gl.SliceLayout(1, SL)) < k_left)[:, None], ds, 0.0)
     return ds
 
 
@@ -105,6 +107,7 @@ def put_rows(ptr, stride, stage, at_row, column, rows, D: gl.constexpr, DIM: gl.
     c = gl.arange(0, D, gl.SliceLayout(0, RL))
     # The stride is read here: addresses computed from it ahead of every loop would cost registers all along.
     step = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(stride)], gl.int32, False, 1)
+    step = gl.multiple_of(step, 8)  # head dimensions are
     base = ptr + at_row.to(gl.int64) * stride + column
     inside = (r < rows)[:, None] & (c < DIM)[None, :]
     gl.store(base + (r * step)[:, None] + c[None, :], stage.load(RL), mask=inside)

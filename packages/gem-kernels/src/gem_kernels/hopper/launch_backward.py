@@ -15,12 +15,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gem_kernels.hopper import backward_tiles
 from gem_kernels.hopper import tiles as tile_lists
 from gem_kernels.hopper.backward import backward_kernel
 from gem_kernels.hopper.launch import LOG2E, head_descriptor, on_its_device, padded, programs, readable
 from gem_kernels.hopper.pre_post import clear_without_keys, row_statistics
 from gem_kernels.hopper.query_gradient import query_gradient_kernel
 from gem_kernels.hopper.short_backward import short_backward_kernel
+from gem_kernels.hopper.together import together_kernel
 from gem_kernels.projections import side_by_side
 from gem_kernels.schedule import TileShape
 
@@ -34,11 +36,14 @@ WHOLE = 1 << 16  # row groups of a tile that is a whole (sequence, head)
 class BackwardConfig:
     """own: "keys" or "queries" for one kernel that does everything, where all sequences have at most 64 of them; else
     None: dK, dV and dS first, then dQ from dS, of which at most `workspace` bytes are kept at a time (None: a tenth of
-    the GPU's memory), or twice what the longest sequence needs if that is more.
+    the GPU's memory), or twice what the longest sequence needs if that is more. together: both in one kernel, dQ of a
+    sequence `lag` tiles of keys for each program behind its dS.
     """
 
     own: str | None = None
     workspace: int | None = None
+    together: bool = False
+    lag: int = 1
 
     def fits(self, max_q: int, max_k: int, group: int = 1) -> bool:
         """Whether this configuration can do sequences of these lengths, with `group` query heads on a key head."""
@@ -68,9 +73,15 @@ class BackwardConfig:
 
 BACKWARD = {
     "stream": BackwardConfig(),
+    "together": BackwardConfig(together=True),
     "short-keys": BackwardConfig(own="keys"),
     "short-queries": BackwardConfig(own="queries"),
 }
+
+
+def kernel_of(config: BackwardConfig) -> Any:
+    """The kernel that a configuration's constants are for."""
+    return short_backward_kernel if config.own else together_kernel if config.together else backward_kernel
 
 
 def query_gradient_constants(dim: int, *, group: int, left: bool = False, right: bool = False) -> dict[str, Any]:
@@ -175,7 +186,8 @@ def backward(
         max_q, max_k, scale, act, out_scale,
         min(left, max_q + max_k), min(right, max_q + max_k), group, q_offsets is None,
     )  # fmt: skip
-    (_stream if config.own is None else _short)(problem, config, dq, dk, dv)
+    run = _short if config.own else _together if config.together else _stream
+    run(problem, config, dq, dk, dv)
     if q_offsets is None:
         dq = dq.view(batch, *q.shape).sum(0, dtype=torch.float32).to(q.dtype)
     return dq, dk, dv
@@ -298,4 +310,25 @@ def _stream(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Ten
             dq_tiles.table, dq_tiles.count, dq_tiles.cursor, p.q_offsets if masked else tiles.count,
             first, last, work.window_blocks, work.key_blocks, p.left, p.right, p.scale * p.out_scale,
             **query_gradient_constants(dim, group=p.group, **p.masks), num_warps=4,
+        )  # fmt: skip
+
+
+def _together(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """dK, dV, dS and dQ in one kernel, window by window."""
+    heads, dim = dq.shape[1:]
+    kv_heads, grid = p.k.shape[1], programs(dq.device)
+    work = p.workspace(config.workspace)
+    loads = _loads(p, p.statistics(work.query_blocks, True))
+    blocks = heads * work.window_blocks * work.key_blocks
+    ds = torch.empty(blocks * BLOCK, 1, BLOCK, dtype=dq.dtype, device=dq.device)
+    tiles = backward_tiles.build(
+        p.q_offsets, p.k_offsets, dq.shape[0], p.k.shape[0], heads, kv_heads, config.consumers(dim), grid, config.lag
+    )
+    for first, last in work.windows:
+        together_kernel[(grid,)](
+            *loads, *(head_descriptor(x, BLOCK) for x in (ds, dq, dk, dv)), dq, dk, dv, heads * dim, dk.stride(0),
+            tiles.table, tiles.count, tiles.cursor, tiles.told, p.q_offsets, p.k_offsets, kv_heads,
+            first, last, work.query_blocks, work.window_blocks, work.key_blocks, p.left, p.right,
+            p.inner_scale, p.scale * p.out_scale, p.out_scale, p.scale * p.out_scale,
+            **p.constants(config), num_warps=4,
         )  # fmt: skip
