@@ -10,6 +10,7 @@ from gem_kernels.block_attention import block_attention, block_attention_packed
 from gem_kernels.dispatch import why
 from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
+from gem_kernels.jagged_attention.tables import position_bias, time_bias
 from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.norms import layer_norm, qk_norm, rms_norm
 from gem_kernels.projections import Turn, gated_heads, rotary_heads, sigmoid_gate
@@ -41,6 +42,7 @@ __all__ = [
     "norm_linear",
     "norm_rows",
     "padded_to_jagged",
+    "position_bias",
     "qk_norm",
     "rms_norm",
     "rope",
@@ -48,5 +50,6 @@ __all__ = [
     "rote",
     "rote_positions",
     "sigmoid_gate",
+    "time_bias",
     "why",
 ]
