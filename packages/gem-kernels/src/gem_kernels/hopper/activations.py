@@ -29,41 +29,6 @@ def _normal(x):
 
 
 @gluon.jit
-def activate(x, ACT: gl.constexpr):
-    """act(x), float32."""
-    N: gl.constexpr = terms(ACT)
-    if N > 0:
-        h = 0.5 * x
-        u = h * h
-        y = u * coefficient(ACT, N - 1) + coefficient(ACT, N - 2)
-        for j in gl.static_range(2, N):
-            y = y * u + coefficient(ACT, N - 1 - j)  # a multiply-add
-        y = y * u + h
-    elif ACT == "identity":
-        y = x
-    elif ACT == "relu":
-        y = gl.maximum(x, 0.0)
-    elif ACT == "relu2":
-        r = gl.maximum(x, 0.0)
-        y = r * r
-    elif ACT == "leaky_relu":
-        y = gl.maximum(x, 0.01 * x)
-    elif ACT == "silu" or ACT == "silu_poly":
-        h = 0.5 * x
-        y = h * tanh(h) + h
-    elif ACT == "gelu_tanh":
-        h = 0.5 * x
-        y = h * tanh(x * (0.7978845608028654 + 0.035677408136300125 * x * x)) + h
-    elif ACT == "gelu" or ACT == "gelu_poly":
-        cdf, _density = _normal(x)
-        y = x * cdf
-    else:
-        gl.static_assert(ACT == "hardswish", "unknown activation")
-        y = x * gl.minimum(gl.maximum(x * (1.0 / 6.0) + 0.5, 0.0), 1.0)
-    return y
-
-
-@gluon.jit
 def activate_with_grad(x, ACT: gl.constexpr):
     """act(x) and act'(x), float32."""
     N: gl.constexpr = terms(ACT)
@@ -112,3 +77,10 @@ def activate_with_grad(x, ACT: gl.constexpr):
         y = x * h
         d = h + gl.where((x > -3.0) & (x < 3.0), x * (1.0 / 6.0), 0.0)
     return y, d
+
+
+@gluon.jit
+def activate(x, ACT: gl.constexpr):
+    """act(x), float32; what only the derivative needs is not computed."""
+    y, _slope = activate_with_grad(x, ACT)
+    return y
