@@ -19,8 +19,8 @@ def applies(problem: Problem) -> tuple[bool, str]:
     """Half precision, head dimension a multiple of 8 up to 128 (computed as 64 or 128)."""
     if problem.dtype not in DTYPES:
         return False, f"the Hopper kernels take bfloat16 and float16; got {problem.dtype}"
-    if problem.head_dim % 8 or not 16 <= problem.head_dim <= 128:
-        return False, f"the Hopper kernels take head dimensions from 16 to 128 in steps of 8; got {problem.head_dim}"
+    if problem.head_dim % 32 or not 32 <= problem.head_dim <= 128:
+        return False, f"the Hopper kernels take head dimensions from 32 to 128 in steps of 32; got {problem.head_dim}"
     return True, "warp-specialised Gluon kernels for compute capability 9"
 
 
