@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem_kernels.hopper.activations import activate
-from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, apart, fields, steps_of
+from gem_kernels.hopper.exchange import unpack
+from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, apart, steps_of
 
 
 @gluon.jit
@@ -296,7 +297,7 @@ def consume(
         r = tile % RECORDS
         mbarrier.wait(record_full.index(r), (tile // RECORDS) & 1)
         x = record.index(r).load(RL)
-        row, rows, _k, k_len, head, out_start, position = fields(x, RL)
+        row, rows, _k, k_len, head, out_start, _b, position = unpack(x, RL)
         mbarrier.arrive(record_empty.index(r), count=1)
         if rows > 0:
             lo, shorts, wholes = steps_of(position, rows, k_len, window[0], window[1], BN, LEFT, RIGHT)

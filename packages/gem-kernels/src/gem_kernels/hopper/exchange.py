@@ -10,7 +10,24 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gem_kernels.hopper.records import FIELDS, next_tile
+from gem_kernels.hopper.records import FIELDS
+
+
+@gluon.jit
+def _next(cursor_ptr):
+    """How many tiles were taken before this one; for a partition of one warp."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 lane, old;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.u32 old, 0;
+        @first atom.global.add.u32 old, [$1], 1;
+        shfl.sync.idx.b32 $0, old, 0, 31, 0xffffffff;
+        }""",
+        "=r,l", [cursor_ptr.to(gl.int64)], gl.int32, False, 1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -18,7 +35,7 @@ def take(cursor_ptr, total):
     """How many tiles of `total` were taken before this one; for a partition of one warp. Who takes the last leaves the
     cursor at 0, for the next launch.
     """
-    taken = next_tile(cursor_ptr)
+    taken = _next(cursor_ptr)
     if taken == total - 1:
         gl.store(cursor_ptr, 0)
     return taken

@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, fields, next_tile, steps_of
+from gem_kernels.hopper.exchange import take, tile_row, unpack
+from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, steps_of
 
 
 @gluon.jit
@@ -27,7 +28,7 @@ def load_queries(
     t = gl.program_id(0)
     tile = 0
     while t >= 0:
-        x = gl.load(tiles_ptr + t.to(gl.int64) * FIELDS + i, mask=(i >= 0) & (t < total), other=0)
+        x = tile_row(tiles_ptr, t, total, L)
         first_block = gl.sum(gl.where(i == 7, x, 0), 0)
         if BIAS:  # which has no more columns
             x = gl.where(i == 3, gl.minimum(x, max_k), x)
@@ -44,10 +45,8 @@ def load_queries(
         record.index(s).store(y)
         mbarrier.arrive(record_full.index(s), count=1)
         if t < total:
-            taken = next_tile(cursor_ptr)
-            if taken == total - 1:  # nobody takes another: ready for the next launch
-                gl.store(cursor_ptr, 0)
-            q_start, rows, _k_start, k_len, head, _out_start, position = fields(x, L)
+            taken = take(cursor_ptr, total)
+            q_start, rows, _k_start, k_len, head, _out_start, _b, position = unpack(x, L)
             _lo, shorts, wholes = steps_of(position, rows, k_len, left, right, BN, LEFT, RIGHT)
             slot = tile % QS
             phase = (tile // QS) & 1
@@ -86,7 +85,7 @@ def load_keys(
     while rows > 0:
         r = tile % RECORDS
         mbarrier.wait(record_full.index(r), (tile // RECORDS) & 1)
-        _q, rows, k_start, k_len, head, _out, position = fields(record.index(r).load(L), L)
+        _q, rows, k_start, k_len, head, _out, _b, position = unpack(record.index(r).load(L), L)
         mbarrier.arrive(record_empty.index(r), count=1)
         tile += 1
         lo, shorts, wholes = steps_of(position, rows, k_len, left, right, BN, LEFT, RIGHT)

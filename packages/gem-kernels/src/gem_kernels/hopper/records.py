@@ -1,4 +1,6 @@
-"""What the partitions of the Hopper forward agree on: a tile's record, and the steps over keys that follow from it."""
+"""What the partitions of the Hopper kernels agree on: the size of a record and, in the forward, the steps over keys that
+follow from it.
+"""
 
 from __future__ import annotations
 
@@ -19,38 +21,6 @@ def tile_count(count_ptr):
     column = gl.program_id(0)
     column = gl.where(rows % 2 == 0, column, programs - 1 - column)
     return rows + gl.where(column < total - rows * programs, 1, 0)
-
-
-@gluon.jit
-def fields(x, L: gl.constexpr):
-    """(own_start, rows, other_start, other_len, head, out_start, position) of a record; every thread holds all of x."""
-    i = gl.arange(0, FIELDS, L)
-    return (
-        gl.sum(gl.where(i == 0, x, 0), 0),
-        gl.sum(gl.where(i == 1, x, 0), 0),
-        gl.sum(gl.where(i == 2, x, 0), 0),
-        gl.sum(gl.where(i == 3, x, 0), 0),
-        gl.sum(gl.where(i == 4, x, 0), 0),
-        gl.sum(gl.where(i == 5, x, 0), 0),
-        gl.sum(gl.where(i == 7, x, 0), 0),
-    )
-
-
-@gluon.jit
-def next_tile(cursor_ptr):
-    """How many tiles were taken before this one; for a partition of one warp."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .u32 lane, old;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        mov.u32 old, 0;
-        @first atom.global.add.u32 old, [$1], 1;
-        shfl.sync.idx.b32 $0, old, 0, 31, 0xffffffff;
-        }""",
-        "=r,l", [cursor_ptr.to(gl.int64)], gl.int32, False, 1,
-    )  # fmt: skip
 
 
 @gluon.jit
