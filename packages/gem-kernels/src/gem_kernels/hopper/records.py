@@ -1,6 +1,4 @@
-"""What the partitions of the Hopper kernels agree on: the size of a record and, in the forward, the steps over keys that
-follow from it.
-"""
+"""What the partitions of the Hopper kernels agree on: a record's size, and the steps over keys that follow from it."""
 
 from __future__ import annotations
 
