@@ -24,11 +24,8 @@ CASES = [
     ((300, 70, 64), (257, 100, 128), 4, 1, 64),
     ((5,), (0,), 4, 4, 128),
 ]
-OTHERS = [
-    launch.Config(tree=True), launch.Config(skip=True), launch.Config(tree=True, skip=True),
-    launch.Config(consumers=2, ahead=True, tree=True),
-]  # fmt: skip
-RUNS = [(case, launch.Config()) for case in CASES] + [(CASES[0], config) for config in OTHERS]
+CONFIGS = [launch.Config(), launch.Config(stages=3), launch.Config(consumers=2)]
+RUNS = [(case, CONFIGS[0]) for case in CASES] + [(CASES[0], config) for config in CONFIGS[1:]]
 
 
 def offsets(lengths):

@@ -120,34 +120,6 @@ def _load_keys(inputs, records, buffers, barriers, KS: gl.constexpr, GROUP: gl.c
 
 
 @gluon.jit
-def _halves(x, N: gl.constexpr):
-    """Of every row the elements in two registers of a thread that lie side by side, apart; [BLOCK, N / 2] each."""
-    return gl.split(x.reshape([BLOCK, N // 2, 2]))
-
-
-@gluon.jit
-def _most(x, N: gl.constexpr, TREE: gl.constexpr):
-    """The largest of each row; with TREE pairs first, for a chain of 32 waits for itself."""
-    if TREE:
-        a, b = _halves(x, N)
-        most = gl.max(gl.maximum(a, b), 1)
-    else:
-        most = gl.max(x, 1)
-    return most
-
-
-@gluon.jit
-def _sum(x, N: gl.constexpr, TREE: gl.constexpr):
-    """The sum of each row, likewise."""
-    if TREE:
-        a, b = _halves(x, N)
-        total = gl.sum(a + b, 1)
-    else:
-        total = gl.sum(x, 1)
-    return total
-
-
-@gluon.jit
 def _weights(
     s,
     acc,
@@ -159,26 +131,20 @@ def _weights(
     N: gl.constexpr,
     SL: gl.constexpr,
     OL: gl.constexpr,
-    TREE: gl.constexpr,
-    SKIP: gl.constexpr,
 ):
     """One step of the online softmax: P as the next product's operand, O so far (rescaled), maximum and sum.
 
     `row_scale` [BLOCK] has the factor of the scores in log2 units; lv = log2 of V's scale.
     """
     c = row_scale * sk
-    most = gl.convert_layout(_most(s, N, TREE), m.type.layout) * c + lv
+    most = gl.convert_layout(gl.max(s, 1), m.type.layout) * c + lv
     m_new = gl.maximum(m, gl.ceil(most))
     shift = m_new - (lv + SHIFT)
     of: gl.constexpr = gl.SliceLayout(1, SL)
     p = gl.exp2(s * gl.convert_layout(c, of)[:, None] - gl.convert_layout(shift, of)[:, None])
     alpha = gl.exp2(m - m_new)
-    total = total * alpha + gl.convert_layout(_sum(p, N, TREE), m.type.layout) * gl.exp2(-lv)
-    if SKIP:  # most steps leave every row's maximum, rounded up as it is, where it was
-        if gl.max((m_new > m).to(gl.int32), 0) > 0:
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
-    else:
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
+    total = total * alpha + gl.convert_layout(gl.sum(p, 1), m.type.layout) * gl.exp2(-lv)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
     return p, acc, m_new, total
 
 
@@ -195,7 +161,7 @@ def _operand(p, N: gl.constexpr, OL: gl.constexpr):
 @gluon.jit
 def _step(
     q, k, v, acc, m, total, row_scale, sk, lv, step, key, k_len, barriers,
-    N: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, EDGE: gl.constexpr, TREE: gl.constexpr, SKIP: gl.constexpr,
+    N: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """N keys. EDGE: some of them may lie behind the sequence's end."""
     k_full, k_empty, v_full, v_empty = barriers
@@ -209,60 +175,10 @@ def _step(
     if EDGE:
         col = (key + gl.arange(0, N, gl.SliceLayout(0, SL)))[None, :]
         S = gl.where(col < k_len, S, float("-inf"))
-    p, acc, m, total = _weights(S, acc, m, total, row_scale, sk, lv, N, SL, OL, TREE, SKIP)
+    p, acc, m, total = _weights(S, acc, m, total, row_scale, sk, lv, N, SL, OL)
     P = _operand(p, N, OL)
     mbarrier.wait(v_full.index(s), phase)
     acc = warpgroup_mma(P, v.permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(s), count=1)
-    return acc, m, total
-
-
-@gluon.jit
-def _issue(q, k_buf, step, k_full, KS: gl.constexpr, D: gl.constexpr, SL: gl.constexpr):
-    """The scores of a whole step, not waited for."""
-    s = step % KS
-    mbarrier.wait(k_full.index(s), (step // KS) & 1)
-    k = k_buf.index(s).reshape([KEYS, D]).permute((1, 0))
-    return warpgroup_mma(q, k, gl.zeros([BLOCK, KEYS], gl.float32, SL), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _ahead(
-    q, k_buf, v_buf, acc, m, total, row_scale, scales_ptr, scales_step, step, wholes, barriers,
-    KS: gl.constexpr, D: gl.constexpr, OL: gl.constexpr, TREE: gl.constexpr, SKIP: gl.constexpr,
-):  # fmt: skip
-    """All whole steps, the scores of the next one on their way while this one's weights are made."""
-    k_full, k_empty, v_full, v_empty = barriers
-    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32])
-    S = _issue(q, k_buf, step, k_full, KS, D, SL)
-    S = warpgroup_mma_wait(0, deps=(S,))
-    mbarrier.arrive(k_empty.index(step % KS), count=1)
-    at = scales_ptr + (wholes - 1) * scales_step
-    sk = gl.load(at)
-    lv = gl.load(at + 1)
-    for i in range(wholes - 1):
-        at = scales_ptr + (wholes - 2 - i) * scales_step
-        sk_after = gl.load(at)
-        lv_after = gl.load(at + 1)
-        s = (step + i) % KS
-        after = _issue(q, k_buf, step + i + 1, k_full, KS, D, SL)
-        p, acc, m, total = _weights(S, acc, m, total, row_scale, sk, lv, KEYS, SL, OL, TREE, SKIP)
-        P = _operand(p, KEYS, OL)
-        mbarrier.wait(v_full.index(s), ((step + i) // KS) & 1)
-        acc = warpgroup_mma(P, v_buf.index(s).permute((1, 0)), acc, is_async=True)
-        S = warpgroup_mma_wait(1, deps=(after,))
-        mbarrier.arrive(k_empty.index((step + i + 1) % KS), count=1)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(s), count=1)
-        sk = sk_after
-        lv = lv_after
-    last = step + wholes - 1
-    s = last % KS
-    p, acc, m, total = _weights(S, acc, m, total, row_scale, sk, lv, KEYS, SL, OL, TREE, SKIP)
-    P = _operand(p, KEYS, OL)
-    mbarrier.wait(v_full.index(s), (last // KS) & 1)
-    acc = warpgroup_mma(P, v_buf.index(s).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(s), count=1)
     return acc, m, total
@@ -319,8 +235,7 @@ def _pass(step, n, barriers, KS: gl.constexpr):
 @gluon.jit
 def _consume(
     W: gl.constexpr, shared, SHORT_K: gl.constexpr, SHORT_V: gl.constexpr, D: gl.constexpr, NC: gl.constexpr,
-    KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr, TREE: gl.constexpr,
-    SKIP: gl.constexpr,
+    KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile; the tiles' first blocks go round, so that none is idle for long where they have few."""
     scale, scales, out, records, buffers, q_barriers, barriers = shared
@@ -366,31 +281,24 @@ def _consume(
                     v = v_buf.index(s)._reinterpret(gl.float8e4nv, [D, BLOCK], SHORT_V)
                     acc, m, total = _step(
                         q, k, v, acc, m, total, row_scale, sk, lv, step + i,
-                        wholes * KEYS + (shorts - 1 - i) * BLOCK, k_len, barriers, BLOCK, KS, OL, True, TREE, SKIP,
+                        wholes * KEYS + (shorts - 1 - i) * BLOCK, k_len, barriers, BLOCK, KS, OL, True,
                     )  # fmt: skip
                 q = q_buf.index(slot).reshape([BLOCK, D])
-                if AHEAD:
-                    if wholes > 0:
-                        acc, m, total = _ahead(
-                            q, k_buf, v_buf, acc, m, total, row_scale, first, 2 * kv_heads, step + shorts, wholes,
-                            barriers, KS, D, OL, TREE, SKIP,
-                        )  # fmt: skip
-                else:
-                    at = first + gl.maximum(wholes - 1, 0) * (2 * kv_heads)
-                    sk = gl.load(at)
-                    lv = gl.load(at + 1)
-                    for i in range(wholes):
-                        s = (step + shorts + i) % KS
-                        # A step's scales are asked for a step before: a load takes as long as a product.
-                        at = first + gl.maximum(wholes - 2 - i, 0) * (2 * kv_heads)
-                        sk_after = gl.load(at)
-                        lv_after = gl.load(at + 1)
-                        acc, m, total = _step(
-                            q, k_buf.index(s).reshape([KEYS, D]), v_buf.index(s), acc, m, total, row_scale, sk, lv,
-                            step + shorts + i, 0, k_len, barriers, KEYS, KS, OL, False, TREE, SKIP,
-                        )  # fmt: skip
-                        sk = sk_after
-                        lv = lv_after
+                at = first + gl.maximum(wholes - 1, 0) * (2 * kv_heads)
+                sk = gl.load(at)
+                lv = gl.load(at + 1)
+                for i in range(wholes):
+                    s = (step + shorts + i) % KS
+                    # A step's scales are asked for a step before: a load takes as long as a product.
+                    at = first + gl.maximum(wholes - 2 - i, 0) * (2 * kv_heads)
+                    sk_after = gl.load(at)
+                    lv_after = gl.load(at + 1)
+                    acc, m, total = _step(
+                        q, k_buf.index(s).reshape([KEYS, D]), v_buf.index(s), acc, m, total, row_scale, sk, lv,
+                        step + shorts + i, 0, k_len, barriers, KEYS, KS, OL, False,
+                    )  # fmt: skip
+                    sk = sk_after
+                    lv = lv_after
                 mbarrier.arrive(q_empty.index(slot), count=1)
                 _finish(acc, m, total, out, o_buf.index(W), out_row, mine, head, D, OL)
             else:
@@ -410,7 +318,6 @@ def forward_kernel(
     q_desc, k_desc, v_desc, k_short, v_short, o_desc, o_ptr, lse_ptr, q_scale_ptr, kv_scale_ptr, heads, kv_heads,
     tiles_ptr, count_ptr, cursor_ptr, scale,
     D: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr,
-    AHEAD: gl.constexpr, TREE: gl.constexpr, SKIP: gl.constexpr,
     REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
 ):  # fmt: skip
     """O and LSE. Q [T, H, D] and K [T, Hkv, D] in E4M3, V^T [blocks, Hkv, D, 128] (keys of 16 permuted), the scales of
@@ -456,9 +363,9 @@ def forward_kernel(
     if NC == 3:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP, AHEAD, TREE, SKIP)),
-                (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP, AHEAD, TREE, SKIP)),
-                (_consume, (2, shared, SK, SV, D, NC, KS, QS, GROUP, AHEAD, TREE, SKIP)),
+                (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP)),
+                (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP)),
+                (_consume, (2, shared, SK, SV, D, NC, KS, QS, GROUP)),
                 (_load_queries, (queries, records, q_buf, q_full, q_empty, NC, QS)),
                 (_load_keys, (keys, records, (k_buf, v_buf), barriers, KS, GROUP, D)),
             ],
@@ -468,8 +375,8 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP, AHEAD, TREE, SKIP)),
-                (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP, AHEAD, TREE, SKIP)),
+                (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP)),
+                (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP)),
                 (_load_queries, (queries, records, q_buf, q_full, q_empty, NC, QS)),
                 (_load_keys, (keys, records, (k_buf, v_buf), barriers, KS, GROUP, D)),
             ],

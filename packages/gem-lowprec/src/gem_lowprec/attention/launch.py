@@ -21,17 +21,10 @@ KINDS = {torch.float8_e4m3fn: "float8e4nv", torch.bfloat16: "bfloat16", torch.fl
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`consumers` warpgroups of 64 query rows; `stages` buffers of K and of V.
-
-    ahead: the scores of the next step are on their way while this one's weights are made. tree: maximum and sum of a
-    thread's scores by pairs. skip: O is rescaled in those steps alone that change a maximum.
-    """
+    """`consumers` warpgroups of 64 query rows; `stages` buffers of K and of V."""
 
     consumers: int = 3
     stages: int = 4
-    ahead: bool = False
-    tree: bool = False
-    skip: bool = False
 
     @property
     def shape(self) -> TileShape:
@@ -42,7 +35,6 @@ class Config:
         """The compile-time arguments of `forward_kernel`."""
         return {
             "D": dim, "NC": self.consumers, "KS": self.stages, "QS": 2, "GROUP": group,
-            "AHEAD": self.ahead, "TREE": self.tree, "SKIP": self.skip,
             "REGS": 160 if self.consumers == 3 else 240, "LOADER_REGS": 32,
         }  # fmt: skip
 

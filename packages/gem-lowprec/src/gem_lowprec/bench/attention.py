@@ -16,11 +16,6 @@ from gem_lowprec.bench.problems import Problem, relative
 from gem_lowprec.bench.timing import Run
 
 HEADS = 4
-OTHERS = {
-    "by pairs": launch.Config(tree=True), "skipping": launch.Config(skip=True),
-    "by pairs, skipping": launch.Config(tree=True, skip=True),
-    "2 consumers ahead": launch.Config(consumers=2, ahead=True, tree=True),
-}  # fmt: skip
 CASES = {
     "full-1024": (256, 1024, False), "half-1024": (256, 1024, True), "full-4096": (64, 4096, False),
     "half-4096": (64, 4096, True),
@@ -57,7 +52,6 @@ def forward(name: str, device: torch.device, lengths: list[int], dim: int) -> Pr
         return launch.forward(quantise(q, k, v, offsets, offsets, longest, longest), scale)
 
     runs: dict[str, Run] = {"fp8": partial(launch.forward, made, scale), "fp8, quantisation in it": whole}
-    runs |= {f"fp8 {n}": partial(launch.forward, made, scale, config=c) for n, c in OTHERS.items()}
     cost = flops.attention(lengths, heads=HEADS, head_dim=dim)
     return Problem(
         name=name, op="attention", what="forward", width=dim, runs=runs, flops=cost.forward_flops,
