@@ -35,8 +35,8 @@ class Recipe:
     loss). `min_size`: layers with fewer input or output features stay too; their quantisation costs more than the
     product saves. With `fallback`, so do layers for whose shape the rates measured on such a card predict no gain
     (`gem_lowprec.speed`); where products are emulated or nothing was measured it decides nothing. With `fuse_norms`,
-    the norm of a `gem_kernels.nn.NormLinear` whose projection runs block-wise writes its FP8 input; that was tested
-    without a card alone, so it must be asked for. `attention` is what `gem_kernels.nn.JaggedAttention` attends in:
+    the norm of a `gem_kernels.nn.NormLinear` whose projection runs block-wise writes its FP8 input: as fast as apart
+    on an H200, and the normalised rows are not kept. `attention` is what `gem_kernels.nn.JaggedAttention` attends in:
     "bf16" leaves it, "fp8" and "mxfp8" are the precisions of `low_precision_attention`. `seed` selects the random
     numbers of stochastic rounding and of the Hadamard signs.
     """
