@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc_per_node N tools/scaling_cards.py --out scaling.json [--profile comm-profile.json]
 
-First every card trains alone, all at the same time: the mean of their steps is what a step of N cards is held against.
+First one card trains alone, on the samples of every card in turn: the mean of these steps is what a step of N cards is
+held against.
 Then a row for each rung and layout:
 
     weak        ratio = mean step alone / step; every card has `--batch` samples, alone and together
@@ -20,7 +21,10 @@ import argparse
 import gc
 import itertools
 import os
+import pickle
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -204,21 +208,44 @@ def clear(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def alone(bench: Bench, rank: int, experts: int, shares: list[int]) -> tuple[list[dict[str, float]], ModelSpec]:
-    """This rank by itself: its step at each of several batches, and the planner's view of its first batch."""
-    rows = []
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """What the first card does by itself."""
+
+    rows: list[dict[str, float]]  # its own samples, for each of several batch sizes
+    mean_ms: float  # of a step, over the samples of all cards
+    spec: ModelSpec  # the planner's view of its first batch
+
+
+def alone(bench: Bench, experts: int, shares: list[int]) -> Alone:
+    """Called by the first rank alone: tables of a world of one lie on the first card."""
+    rows, steps = [], []
+    dealt = bench.deal(bench.world * bench.args.batch, False)
     with start(bench.args.device) as runtime:
         clear(runtime.device)
         parallel, optimizer = bench.make(replace(PLAIN, experts=1), runtime)
-        for share in shares:
-            mine = bench.deal(bench.world * bench.args.batch, False)[rank][:share]
+        for rank, share in [*((0, share) for share in shares), *((rank, shares[0]) for rank in range(1, bench.world))]:
+            mine = dealt[rank][:share]
             batch = bench.batch(mine, runtime.device)
             ms, (forward, backward) = timed(parallel, optimizer, batch, runtime)
-            rows.append({"batch": len(mine), "ms": ms, "forward_ms": forward, "backward_ms": backward})
-        whole = bench.batch(bench.deal(bench.world * bench.args.batch, False)[rank], torch.device("cpu"))
+            if rank == 0:
+                rows.append({"batch": len(mine), "ms": ms, "forward_ms": forward, "backward_ms": backward})
+            if share == shares[0]:
+                steps.append(ms)
+        whole = bench.batch(dealt[0], torch.device("cpu"))
         precision = "bf16" if runtime.device.type == "cuda" else "fp32"
         spec = describe(bench.args.model, bench.shape(experts), bench.inputs, whole, precision=precision)
-    return rows, spec
+    return Alone(rows=rows, mean_ms=statistics.mean(steps), spec=spec)
+
+
+def apart(world: int) -> dict[int, Alone]:
+    """The first card alone, in a process of its own: all ranks of a world must have made equally many groups."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "alone"
+        one = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+        call = [sys.executable, __file__, *sys.argv[1:], "--alone", str(file), "--alone-of", str(world)]
+        subprocess.run(call, env=os.environ | one, check=True)
+        return {experts: Alone(**single) for experts, single in pickle.loads(file.read_bytes()).items()}
 
 
 def links(files: list[Path], runtime: Runtime) -> Profile:
@@ -312,29 +339,32 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=96, help="samples of a card (weak), of all (strong)")
     parser.add_argument("--rows", nargs="+", help="only rows whose names contain one of these")
     parser.add_argument("--profile", type=Path, nargs="+", default=[], help="measured collectives, for the plan")
+    parser.add_argument("--alone", type=Path, help="measure one card alone, for a world of --alone-of, into this file")
+    parser.add_argument("--alone-of", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=540, help="no row begins after this many")
     parser.add_argument("--out", required=True, help="JSON file, written again after every row")
     args = parser.parse_args()
     began = time.perf_counter()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    bench = Bench(args, world)
-    every = table(world) if world > 1 else []
+    bench = Bench(args, args.alone_of or world)
+    every = table(bench.world) if bench.world > 1 else []
     rows = [r for r in every if not args.rows or any(part in r.name for part in args.rows)]
-    os.environ["RANK"] = "0"  # a world of one for each
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "1"
-    shares = [args.batch, max(1, args.batch // max(2, world))]  # the plan is fitted to these
+    shares = [args.batch, max(1, args.batch // max(2, bench.world))]  # the plan is fitted to these
     held_out = [max(1, args.batch * 3 // 4)]
-    found: dict[int, tuple[list[dict[str, float]], ModelSpec]] = {}
-    for experts in sorted({1, *(r.config.experts for r in rows)}):
-        found[experts] = alone(bench, rank, experts, [*shares, *held_out] if experts == 1 else shares[:1])
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    found: dict[int, Alone] = {}
+    if args.alone is not None:
+        for experts in sorted({1, *(r.config.experts for r in rows)}):
+            found[experts] = alone(bench, experts, [*shares, *held_out] if experts == 1 else shares[:1])
+        args.alone.write_bytes(pickle.dumps({experts: vars(single) for experts, single in found.items()}))
+        return 0
+    if rank == 0:
+        found = apart(world)
     store = Path(tempfile.gettempdir()) / f"scaling-{os.environ.get('MASTER_PORT', 0)}-{os.getppid()}"
     with start(args.device, init_method=f"file://{store}" if world > 1 else None) as runtime:
-        steps: dict[int, float] = {}
-        for experts, (mine, _) in found.items():
-            steps[experts] = statistics.mean(runtime.gather(mine[0]["ms"], "the steps alone"))
+        found = runtime.gather(found, "the steps of the first card alone")[0]
+        steps = {experts: single.mean_ms for experts, single in found.items()}
         topology = Topology.detect(runtime.device.type)
-        mine, spec = found[1]
+        mine, spec = found[1].rows, found[1].spec
         profile = links(args.profile, runtime).measured(units=units_profile(spec, mine[: len(shares)]))
         one_card = Layout(world=1, fsdp=1, table_shard=1)
         plans = {row["batch"]: predict(spec, topology, one_card, int(row["batch"]), profile=profile) for row in mine}

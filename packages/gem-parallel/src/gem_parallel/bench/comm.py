@@ -236,14 +236,14 @@ def _save(args: argparse.Namespace, runtime: Runtime, rows: list[dict[str, Any]]
 
 
 def _timed(call: Callable[[], Any], runtime: Runtime, repeats: int) -> float:
-    """Milliseconds of one call, of many in a row."""
+    """Milliseconds of one call, of many in a row, on the slowest rank: how often to call it follows from it on all."""
     call()
     _sync(runtime)
     began = time.perf_counter()
     for _ in range(repeats):
         call()
     _sync(runtime)
-    return (time.perf_counter() - began) * 1e3 / repeats
+    return max(runtime.gather((time.perf_counter() - began) * 1e3 / repeats, "a collective's time"))
 
 
 def _gemm(args: argparse.Namespace, device: torch.device) -> Callable[..., float]:

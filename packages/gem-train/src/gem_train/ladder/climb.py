@@ -95,7 +95,7 @@ def climb(
             reason = "--recompute has its own way of keeping activations"
         chosen = rung.name in options.names if options.names else rung.name not in options.done
         if not chosen:
-            below = below if rung.aside or reason else stand
+            below = stand if rung.start or not (rung.aside or reason) else below
             reached[rung.name] = below
             continue
         began = time.perf_counter()
@@ -117,7 +117,7 @@ def climb(
                 speed.close()
                 if runtime.world > 1:  # the others are inside a collective: there is no going on together
                     raise
-        if not (rung.aside or reason):  # what can't be measured is stepped over, not stood upon
+        if rung.start or not (rung.aside or reason):  # what can't be measured is stepped over, not stood upon
             below = stand
         reached[rung.name] = below
         row["reason"] = reason

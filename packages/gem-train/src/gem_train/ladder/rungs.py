@@ -31,6 +31,7 @@ class Rung:
         compile: whether what works on events goes through torch.compile.
         on: the rung that it stands on, where that is not the one before.
         aside: the next rung goes on from the one before this, not from this.
+        start: the next rungs stand on it even where it can't be measured: it is what they are compared with.
         warm_up: steps that it needs before it is timed, where those of the call are fewer.
         same: whether it computes the same function as the first rung, up to rounding.
         hstu: whether it is not the model that is measured but HSTU layers of as many FLOPs (hstu.py).
@@ -44,6 +45,7 @@ class Rung:
     compile: bool = False
     on: str | None = None
     aside: bool = False
+    start: bool = False
     warm_up: int = 0
     same: bool = True
     hstu: bool = False
@@ -141,6 +143,7 @@ RUNGS = (
             "parts": "torch",
         },
         settings=("train.cuda_graphs=off",),
+        start=True,
         missing=_softmax,
     ),
     Rung(
