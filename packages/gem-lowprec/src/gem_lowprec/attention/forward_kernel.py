@@ -121,17 +121,8 @@ def _load_keys(inputs, records, buffers, barriers, KS: gl.constexpr, GROUP: gl.c
 
 @gluon.jit
 def _weights(
-    s,
-    acc,
-    m,
-    total,
-    row_scale,
-    sk,
-    lv,
-    N: gl.constexpr,
-    SL: gl.constexpr,
-    OL: gl.constexpr,
-):
+    s, acc, m, total, row_scale, sk, lv, N: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr
+):  # fmt: skip
     """One step of the online softmax: P as the next product's operand, O so far (rescaled), maximum and sum.
 
     `row_scale` [BLOCK] has the factor of the scores in log2 units; lv = log2 of V's scale.
