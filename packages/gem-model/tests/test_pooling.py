@@ -1,3 +1,4 @@
+import pytest
 import torch
 from gem_model.pooling import SeedPooling
 
@@ -42,3 +43,16 @@ def test_more_seeds_than_events_and_back():
     (grad,) = torch.autograd.grad(out[0].square().sum(), s)
     assert (grad[:2].abs().sum(1) > 0).all()
     assert (grad[2:] == 0).all()
+
+
+@pytest.mark.parametrize("recent", [0, 2])
+def test_a_float32_stream_takes_a_16_bit_residual(recent):
+    torch.manual_seed(0)
+    pooling = SeedPooling(16, 5, 2, 2)
+    for p in pooling.parameters():
+        torch.nn.init.normal_(p)
+    s, more, offsets = torch.randn(9, 16), torch.randn(9, 16).bfloat16(), torch.tensor([0, 4, 4, 9])
+    found = pooling(s, offsets, 5, more, None, recent)
+    want = pooling(s + more, offsets, 5, None, None, recent)
+    torch.testing.assert_close(found[0], want[0] if recent else want)
+    torch.testing.assert_close(found[1], s + more)

@@ -183,6 +183,37 @@ def test_each_rung_stands_on_the_last_that_is_not_aside(cache):
     assert base.up(larger, config).settings == ("optim.accumulate=2",)
 
 
+@pytest.mark.parametrize("pooling", [{"pma_queries": 2}, {"pma_seeds": 5, "pma_queries": 2}])
+def test_every_rungs_operators_run_under_autocast(pooling):
+    """A float32 stream meets 16-bit results there, as on a card."""
+    inputs = example_inputs()
+    model = GEM(
+        GemConfig(width=16, heads=2, layers=2, n_tokens=6, interaction_fm=3, pffn_tokens=2, recent=1, **pooling), inputs
+    )
+    batch = random_batch(inputs, 6, seed=1)
+    with torch.no_grad():
+        want = model(batch)
+    stand, seen = Stand(), set()
+    for rung in RUNGS:
+        stand = stand if rung.aside else dataclasses.replace(
+            stand, operators=dataclasses.replace(stand.operators, **rung.operators)
+        )  # fmt: skip
+        operators = stand.operators
+        if operators.norm == "kernel":  # Triton's, which no CPU has
+            operators = dataclasses.replace(operators, norm="dispatch")
+        if operators.attention in ("varlen", "fp8") or operators in seen:
+            continue
+        seen.add(operators)
+        install(model, operators)
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(batch)
+        model.loss(logits.float(), batch).backward()
+        assert (logits - want).norm() / want.norm() < 0.05, rung.name
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.layers.parameters()), rung.name
+    assert len(seen) >= 5
+
+
 def test_fp8_attention_is_for_events_and_near_attention():
     tensors, offsets = jagged_case(torch.float32)
     few = fp8_attention(*tensors, *offsets, 5, 7, causal=True)

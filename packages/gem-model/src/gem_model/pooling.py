@@ -51,6 +51,7 @@ class SeedPooling(nn.Module):
             z, *others = self._read(s, offsets, max_len, residual, residual_bias, recent)
         else:
             kv = self.read.kv
+            residual = None if residual is None else residual.to(s.dtype)
             normal, *others = kv.norm.rows(s, residual, residual_bias, offsets, recent)  # type: ignore[operator, union-attr]
             z = self.read.pooled(kv.linear(normal), offsets, max_len)  # type: ignore[operator]
         pooled, (total, latest) = self._combine(self.norm(z)), others
