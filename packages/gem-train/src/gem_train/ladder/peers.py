@@ -248,7 +248,7 @@ class PeerPooling(PMA):
 
     def pooled(self, kv: Tensor, offsets: Tensor, max_len: int) -> Tensor:
         """As `PMA.pooled`."""
-        if self.activation is not None:
+        if self.activation is not None or self.operators.attention in ("kernel", "fp8"):  # few queries: see `fp8`
             return super().pooled(kv, offsets, max_len)
         k, v = kv.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
         q = self.queries.to(k.dtype)
