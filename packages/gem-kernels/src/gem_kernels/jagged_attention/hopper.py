@@ -21,7 +21,7 @@ __all__ = ["applies", "backward", "compile_cases", "forward"]
 
 
 def applies(problem: Problem) -> tuple[bool, str]:
-    """bfloat16 or float16, head dimension a multiple of 8 up to 128."""
+    """bfloat16 or float16, head dimension 32, 64, 96 or 128."""
     return support.applies(problem)
 
 
