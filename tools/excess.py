@@ -50,7 +50,7 @@ def of_tasks(found: dict[str, Any], optimal: dict[str, Any]) -> dict[str, dict[s
     }
 
 
-def result(everyone: Sequence[Contender], names: Sequence[str], recipe: str, commit: str) -> dict[str, Any]:
+def result(everyone: Sequence[Contender], names: Sequence[str], recipe: str, commit: str, line: str) -> dict[str, Any]:
     """The file for docs/benchmarks, of those who finished. Raises SystemExit where GEM is not among them."""
     done = [(c, n) for c, n in zip(everyone, names, strict=True) if c.finished]
     gem = next((c for c, n in done if n == GEM), None)
@@ -67,12 +67,18 @@ def result(everyone: Sequence[Contender], names: Sequence[str], recipe: str, com
         **circumstances(gem.run),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit,
-        "command": " ".join(["python", *sys.argv]),
+        "command": line,
         "recipe": recipe,
         "samples": {**read_json(gem.run.data_file)["split"]},
         "optimal": {task: t["ne"] for task, t in told["optimal"].items()},
         "rows": rows,
     }
+
+
+def command(argv: Sequence[str], out: Path) -> str:
+    """The command line, without where this machine keeps things."""
+    words = ["FOLDER" if word == str(out) else word for word in argv if not word.startswith("data.cache=")]
+    return " ".join(["python", f"tools/{Path(__file__).name}", *words])
 
 
 def circumstances(run: RunDir) -> dict[str, Any]:
@@ -106,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Interrupted as stopped:  # those who have finished are told all the same
         failed = [str(stopped)]
         print(stopped, file=sys.stderr)
-    found = result(everyone, names, args.recipe, args.commit)
+    line = command(sys.argv[1:] if argv is None else argv, args.out)
+    found = result(everyone, names, args.recipe, args.commit, line)
     write_json(args.out / "excess.json", found)
     for r in found["rows"]:
         print(f"{r['case']:14}", *(f"{t} NE {f['ne']:.5f} ({f['excess_pct']:+.3f}%)" for t, f in r["tasks"].items()))

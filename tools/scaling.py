@@ -106,6 +106,12 @@ def plot(points: dict[str, dict[str, Any]], line: dict[str, float] | None) -> st
     return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)
 
 
+def command(argv: Sequence[str], out: Path) -> str:
+    """The command line, without where this machine keeps things."""
+    words = ["FOLDER" if word == str(out) else word for word in argv if not word.startswith("data.cache=")]
+    return " ".join(["python", f"tools/{Path(__file__).name}", *words])
+
+
 def circumstances(run: RunDir) -> dict[str, Any]:
     """Card and versions of a run."""
     told = read_json(run.env_file)
@@ -137,10 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.only:
         return 0
     if args.jobs > 1:
-        command = [sys.executable, *(sys.argv if argv is None else [__file__, *argv])]
+        again = [sys.executable, *(sys.argv if argv is None else [__file__, *argv])]
         waiting = [text for text in reversed(sizes) if not runs[text].eval_file.exists()]  # the longest first
         with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(lambda text: subprocess.run([*command, "--only", text], check=False), waiting))
+            list(pool.map(lambda text: subprocess.run([*again, "--only", text], check=False), waiting))
     points: dict[str, dict[str, Any]] = {}
     missing = [text for text in sizes if not runs[text].eval_file.exists()]
     for text in sizes:
@@ -162,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **circumstances(some),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": args.commit,
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(sys.argv[1:] if argv is None else argv, args.out),
         "recipe": args.recipe,
         "samples": read_json(some.data_file)["split"],
         "line": line,
