@@ -151,8 +151,8 @@ def _choose(problem: Problem, backend: str | None, interpret: bool) -> Choice:
             continue
         if name == "triton" and _doubted(problem):
             reasons[name] = (
-                "softmax by the Hopper and the Triton kernels differed on a card at head dimension 24, and nobody knows "
-                f"yet which was wrong: at {problem.head_dim} it runs only when asked for by name"
+                "softmax by the Hopper and the Triton kernels differed on a card at head dimension 24, and it is not "
+                f"known which was wrong: at {problem.head_dim} it runs only when asked for by name"
             )
             continue
         able, reasons[name] = applies(problem)
