@@ -51,7 +51,7 @@ def copy(exported, tmp_path):
 
 
 def test_scores_without_gem_train_equal_the_predictions_of_the_run(exported, finished_run, cache):
-    (log,) = [f for f in cache.iterdir() if f.name.startswith("synthetic-")]
+    (log,) = [f for f in cache.iterdir() if f.name.startswith("synthetic-") and f.is_dir()]
     predictions = RunDir(finished_run).predictions_file
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SERVE, str(exported), str(log), str(predictions)],
@@ -186,7 +186,7 @@ print("equal", found.shape)
 
 
 def log_of(cache):
-    (log,) = [f for f in cache.iterdir() if f.name.startswith("synthetic-")]
+    (log,) = [f for f in cache.iterdir() if f.name.startswith("synthetic-") and f.is_dir()]
     return log
 
 

@@ -62,7 +62,6 @@ class Parts:
     model_config: GemConfig
     units: tuple[str, ...]  # names of the submodules that are sharded, and compiled, one by one
     conversion: Conversion
-    layers: str  # how they are launched, and why
     optimizer: torch.optim.Optimizer
     train: Loader
     validation: Loader
@@ -72,6 +71,7 @@ class Parts:
     events: Events
     progress: Progress
     counts_flops: bool = True  # those of a baseline are not counted
+    layers: str = "launched kernel by kernel"  # or otherwise, and why
 
 
 @dataclass(kw_only=True)
