@@ -185,7 +185,7 @@ def test_each_rung_stands_on_the_last_that_is_not_aside(cache):
 
 @pytest.mark.parametrize("pooling", [{"pma_queries": 2}, {"pma_seeds": 5, "pma_queries": 2}])
 def test_every_rungs_operators_run_under_autocast(pooling):
-    """A float32 stream meets 16-bit results there, as on a card."""
+    """Those that a CPU has. (A card's autocast leaves other dtypes in the stream: test_pooling.py.)"""
     inputs = example_inputs()
     model = GEM(
         GemConfig(width=16, heads=2, layers=2, n_tokens=6, interaction_fm=3, pffn_tokens=2, recent=1, **pooling), inputs
