@@ -334,8 +334,7 @@ def measure(
                 runs[name] = run
         runs = _alive(runs)
         host = {name: timing.host_us(run) for name, run in runs.items() if not name.startswith("peer ")}
-        if what == "forward":  # short enough for the Python of a call to show
-            runs = {name: _captured(name, run) for name, run in runs.items()}
+        runs = {name: _captured(name, run) for name, run in runs.items()}  # some are shorter than their Python
         times = timing.interleaved({**runs, "gemm": timing.gemm(device)}, rounds=rounds, rep=rep, failed=_say)
         product = timing.GEMM_FLOPS / times.pop("gemm") / 1e9
         useful = cost.forward_flops if what == "forward" else cost.backward_flops
