@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -95,37 +95,32 @@ def at_capacity(
     return F.pad(x, (0, 0, 0, 0, 0, more)), full, {s: F.pad(c, (0, 0, 0, 0, 0, more)) for s, c in cls.items()}
 
 
-class Replay:
-    """Runs layers in training from CUDA graphs, captured when a batch comes that none of them serves. See the module.
+class Rooms:
+    """Which graph runs a batch: the part of replaying that does not know what a graph is.
 
-    Args:
-        layers: of a model on one CUDA device, none of them sharded or hooked; becomes its `replay`.
-
-    Raises:
-        ValueError: where the layers are not on a CUDA device.
+    Attributes:
+        layers: whose `replay` this becomes.
+        rooms: which of them serves a batch follows from these alone.
+        graphs: what has been captured; `forget` and a new process capture it again.
+        pool: the memory of all graphs, which never run at once.
+        passes: forward passes so far; each overwrites what the one before has kept for its backward pass.
     """
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
-        self.parameters = [p for _, p in layers.named_parameters() if p.requires_grad]
-        places = {p.device.type for p in self.parameters}
-        if places != {"cuda"}:
-            raise ValueError(f"CUDA graphs need layers on a CUDA device; these have parameters on {sorted(places)}")
-        self.rooms: list[Room] = []  # which of them serves a batch follows from these alone
-        self.graphs: dict[Room, Graph] = {}
-        self.pool: Any = None  # the memory of all graphs: they never run at once
-        self.sums = GradientSums(self.parameters)
-        self.passes = 0  # forward passes so far: each overwrites what the one before has kept for its backward pass
+        self.rooms: list[Room] = []
+        self.graphs: dict[Room, Any] = {}
+        self.pool: Any = None
+        self.passes = 0
         self._announced = False
+
+    def capture(self, room: Room, inputs: Inputs) -> Any:
+        """The graph of a room, captured with these inputs of its capacity; raises torch.OutOfMemoryError."""
+        raise NotImplementedError
 
     def __call__(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
         """X of the last layer, [B, N, d]."""
-        histories = {source: histories[source] for source in cls}
-        graph = self._graph(x, histories, cls)
-        if graph is None:
-            return self.layers.through(x, histories, cls)
-        out: Tensor = _Replayed.apply(graph, *tensors(*at_capacity(x, histories, cls, graph.room)))
-        return out[: x.shape[0]]
+        raise NotImplementedError
 
     def state(self) -> list[dict[str, Any]]:
         """The rooms: with them a resumed run does the very same arithmetic, captured anew."""
@@ -150,7 +145,8 @@ class Replay:
         finally:
             self.layers.replay = self
 
-    def _graph(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Graph | None:
+    def graph(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Any:
+        """What serves a batch, captured if need be, or None."""
         batch, events = x.shape[0], tuple(h.tokens.shape[0] for h in histories.values())
         longest = tuple(1 << (max(h.max_len, 1) - 1).bit_length() for h in histories.values())
         found = [room for room in self.rooms if room.serves(batch, events, longest)]
@@ -174,17 +170,56 @@ class Replay:
         if graph is None:
             # The pool is in pieces of other sizes. This one may well fit alone, and the others again beside it.
             self.forget()
-            graph = Graph(self, room, *inputs)
+            graph = self.capture(room, inputs)
         self.graphs[room] = graph
         return graph
 
-    def _beside_others(self, room: Room, inputs: Inputs) -> Graph | None:
+    def _beside_others(self, room: Room, inputs: Inputs) -> Any:
         try:
-            return Graph(self, room, *inputs)
+            return self.capture(room, inputs)
         except torch.OutOfMemoryError:
             if not self.graphs:
                 raise
             return None
+
+
+def on_cuda(parameters: Iterable[Tensor]) -> None:
+    """Raises ValueError unless the parameters are on a CUDA device."""
+    places = {p.device.type for p in parameters}
+    if places != {"cuda"}:
+        raise ValueError(f"CUDA graphs need layers on a CUDA device; these have parameters on {sorted(places)}")
+
+
+class Replay(Rooms):
+    """Runs layers in training from CUDA graphs, captured when a batch comes that none of them serves. See the module.
+
+    Args:
+        layers: of a model on one CUDA device, none of them sharded or hooked; becomes its `replay`.
+
+    Raises:
+        ValueError: where the layers are not on a CUDA device.
+    """
+
+    graphs: dict[Room, Graph]
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__(layers)
+        self.parameters = [p for _, p in layers.named_parameters() if p.requires_grad]
+        on_cuda(self.parameters)
+        self.sums = GradientSums(self.parameters)
+
+    def capture(self, room: Room, inputs: Inputs) -> Graph:
+        """See `Rooms`."""
+        return Graph(self, room, *inputs)
+
+    def __call__(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
+        """See `Rooms`."""
+        histories = {source: histories[source] for source in cls}
+        graph = self.graph(x, histories, cls)
+        if graph is None:
+            return self.layers.through(x, histories, cls)
+        out: Tensor = _Replayed.apply(graph, *tensors(*at_capacity(x, histories, cls, graph.room)))
+        return out[: x.shape[0]]
 
 
 class GradientSums:
@@ -247,7 +282,7 @@ class Graph:
         def back(out: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...]:
             return torch.autograd.grad(out, sources, upstream, allow_unused=True)
 
-        with replay.at_rest(), _autocast_without_cache(x.device.type), torch.random.fork_rng([x.device]):
+        with replay.at_rest(), autocast_without_cache(x.device.type), torch.random.fork_rng([x.device]):
             if not replay.graphs:  # later ones find kernels compiled, and there may be no memory for a pass beside them
                 self._warm_up(ahead, back)
             # Threads that load data may ask CUDA for pinned memory meanwhile: only this thread's calls are watched.
@@ -311,7 +346,7 @@ class _Replayed(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _autocast_without_cache(device: str) -> Iterator[None]:
+def autocast_without_cache(device: str) -> Iterator[None]:
     """Autocast as it is, but casting a weight in every graph that uses it."""
     on = torch.is_autocast_enabled(device)
     with torch.autocast(device, dtype=torch.get_autocast_dtype(device), enabled=on, cache_enabled=False):
