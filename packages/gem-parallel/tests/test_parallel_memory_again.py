@@ -168,6 +168,57 @@ def test_an_unknown_bias_is_no_linear_layer():
     assert found == [None]
 
 
+class CastAll(torch.autograd.Function):
+    """Tensors in 16 bits, all at once, as GEM's layers cast their weights."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        return tuple(t.bfloat16() for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return tuple(None if g is None else g.float() for g in gradients)
+
+
+class CastOnce(nn.Module):
+    """Two linear layers whose weights one node casts, and whose biases' gradients another one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        layers = (self.up, self.down)
+        held = [dict(m._parameters) for m in layers]
+        halves = iter(CastAll.apply(*(p for h in held for p in h.values())))
+        for m in layers:
+            m._parameters.update({name: next(halves) for name in m._parameters})
+        try:
+            up, down = (lambda y, m=m: nn.functional.linear(y, m.weight, m.bias.detach()) for m in layers)
+            y = up(x.flatten(0, 1).bfloat16())
+            return down(y * y.sigmoid() + self.up.bias).sigmoid() + self.down.bias
+        finally:
+            for m, h in zip(layers, held, strict=True):
+                m._parameters.update(h)
+
+
+def test_linear_layers_whose_weights_are_cast_together_are_found():
+    model = CastOnce()
+    _, costs = costs_of(model, sample())
+    assert "linear#0" in costs
+    assert costs["linear#0"].nbytes == 4 * 24 * 3 * WIDTH * 2
+    grads = []
+    for names in ((), ("linear#0",), tuple(costs)):
+        model.zero_grad()
+        with saving(names, model).hooks():
+            y = model(sample())
+        y.square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for found in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], found, strict=True))
+
+
 def test_what_was_changed_after_it_was_saved_is_refused():
     linear = nn.Linear(WIDTH, WIDTH)
     x = sample()

@@ -10,9 +10,10 @@ import torch
 from gem_parallel import MemoryConfig, ParallelConfig, RowWiseAdagrad, parallelize, start
 from gem_parallel.memory.keeper import Keeper
 from gem_parallel.memory.profile import Recorder
+from gem_parallel.memory.quantise import Fp8Quantiser
 from gem_parallel.memory.recompute import recompute
 from gem_parallel.memory.regions import MEASURED_STEPS, Regions
-from gem_parallel.memory.testing import sample, stack, train_step
+from gem_parallel.memory.testing import WIDTH, sample, stack, train_step
 from gem_parallel.testing import UNITS, SmallModel, full_state, run_ranks, small_batch
 from torch import nn
 
@@ -71,6 +72,49 @@ def test_any_choice_of_operators_gives_the_same_bits_random_ones_included():
         y.square().mean().backward()
         got = [y.detach(), x.grad, torch.rand(1), *(p.grad for p in model.parameters())]
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), chosen
+
+
+class Noise(nn.Module):
+    """A block whose dropout is made of numbers, as GEM's is: drawn before and after the products."""
+
+    def __init__(self, draw=lambda x: torch.rand(x.shape, device=x.device)) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second, self.draw = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), draw
+
+    def forward(self, x):
+        y = self.first(x).tanh()
+        y = self.second(y * (self.draw(y) >= 0.3)).sigmoid()
+        return x + y * (torch.rand_like(y) >= 0.3)
+
+
+@pytest.mark.parametrize("keeper", [Keeper(None, min_bytes=0), Keeper(Fp8Quantiser(), min_bytes=0)])
+def test_random_numbers_are_kept_where_a_generator_cannot_be_put_back(keeper):
+    """What a graph captures: the same bits, nothing drawn in backward, and both again in a second backward pass."""
+    model, grads = Noise(), []
+    for kept in (None, False, True):
+        x = sample(5)
+        torch.manual_seed(105)
+        y = model(x) if kept is None else recompute(model, (x,), {}, frozenset(), keeper, numbers=kept)
+        stands, loss = torch.get_rng_state(), y.square().mean()
+        for retain in (True, False):
+            model.zero_grad()
+            x.grad = None
+            loss.backward(retain_graph=retain)
+            assert torch.equal(torch.get_rng_state(), stands)
+            grads.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])
+    exact = grads[0] if not keeper.works else grads[2]  # FP8: against the checkpoint that puts generators back
+    for found in grads[2:]:
+        assert all(torch.equal(a, b) for a, b in zip(exact, found, strict=True))
+    assert not torch.equal(grads[0][0], Noise()(sample(5)))
+
+
+def test_numbers_that_cannot_be_kept_apart_are_refused():
+    for draw in (nn.functional.dropout, lambda x: x.clone().bernoulli_(0.5), lambda x: torch.bernoulli(x * 0 + 0.5)):
+        with pytest.raises(RuntimeError, match="whose random numbers can't be kept apart"):
+            recompute(Noise(draw), (sample(),), {}, frozenset(), Keeper(None, min_bytes=0), numbers=True)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).eval()
+    recompute(model, (sample(),), {}, frozenset(), Keeper(None, min_bytes=0), numbers=True).sum().backward()
 
 
 def test_kept_operators_are_not_run_again():

@@ -93,7 +93,7 @@ class Saving:
         self.names, self.keeper, self.least, self.module = names, keeper, least, module
         self._results: dict[Any, Result | None] = {}  # by node
         self._count: Counter[str] = Counter()
-        self._biases: list[tuple[Tensor, Tensor | None]] = []
+        self._biases: list[tuple[Any, Tensor | None]] = []  # where a weight comes from, and the bias beside it
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -104,6 +104,7 @@ class Saving:
                 yield
         finally:
             self._results.clear()
+            self._biases.clear()
 
     def pack(self, tensor: Tensor) -> Any:
         """What is kept instead of the tensor."""
@@ -169,16 +170,16 @@ class Saving:
     def _linear(self, node: Any) -> Recipe | None:
         """bias + x W^T, whose node knows x and W. The bias comes from its edge or, where it was detached, from the
         module that has the weight."""
-        (to_bias, _), (to_x, _), (to_weight, _) = node.next_functions
-        if to_x is None or to_weight is None:  # then it has not saved both
+        to_bias, (to_x, _), to_weight = node.next_functions
+        if to_x is None or to_weight[0] is None:  # then it has not saved both
             return None
-        bias = leaf(to_bias)
-        if bias is None:
-            weight = leaf(to_weight)
+        bias = source(to_bias)
+        if not isinstance(bias, Tensor):
+            weight = source(to_weight)
             if not self._biases:
                 linear = (m for m in self.module.modules() if isinstance(m, nn.Linear))
-                self._biases = [(m.weight, m.bias) for m in linear]
-            bias = next((b for w, b in self._biases if w is weight), None)
+                self._biases = [(_made_by(m.weight), m.bias) for m in linear]
+            bias = next((b for w, b in self._biases if same(w, weight)), None)
         if bias is None:
             return None
         detached = bias.detach()
@@ -190,12 +191,28 @@ class Saving:
         return Recipe(label=LINEAR.label, again=again)
 
 
-def leaf(node: Any) -> Tensor | None:
-    """The leaf that a node passes its gradient on to, through casts and a transposition."""
+def source(edge: tuple[Any, int]) -> Any:
+    """The leaf that an edge passes its gradient on to, through casts and a transposition; else the edge at which that
+    ends: of one of many weights that are cast at once, the cast's.
+    """
     for _ in range(4):
-        if node is None or hasattr(node, "variable"):
-            return None if node is None else node.variable
-        if len(node.next_functions) != 1:
+        node = edge[0]
+        if node is None:
             return None
-        node = node.next_functions[0][0]
-    return None
+        if hasattr(node, "variable"):
+            return node.variable
+        if len(node.next_functions) != 1:
+            break
+        edge = node.next_functions[0]
+    return edge
+
+
+def _made_by(weight: Tensor) -> Any:
+    return weight if weight.grad_fn is None else source((weight.grad_fn, weight.output_nr))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two results of `source` are one."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return a[0] is b[0] and a[1] == b[1]
+    return a is b and a is not None

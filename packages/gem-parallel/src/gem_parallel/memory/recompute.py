@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from gem_parallel.memory.keeper import Keeper
+from gem_parallel.memory.numbers import Numbers
 
 Function = Callable[..., Any]
 
@@ -148,30 +149,47 @@ class _Reuse(EagerMode):
 
 
 def recompute(
-    function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: frozenset[str], keeper: Keeper
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    names: frozenset[str],
+    keeper: Keeper,
+    *,
+    numbers: bool | None = None,
 ) -> Any:
     """`function(*args, **kwargs)`, of which backward keeps the inputs and the results of the operators `names` only.
 
     With a keeper that quantises, large floating-point inputs and results are kept in its form, and the recomputation
     starts from what comes back; gradients flow to the original inputs.
+
+    Args:
+        numbers: keep random numbers instead of generators' states (`numbers.py`), and nothing else (`names` is empty);
+            by default, while a CUDA graph is captured.
     """
     store: dict[str, Any] = {}
+    if numbers is None:
+        numbers = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    assert not (numbers and names), "results of operators are kept by modes that put generators back"
 
     def contexts() -> tuple[Any, Any]:
+        if numbers:
+            draw = Numbers()
+            return draw.drawn, draw.again
         if not names:  # nothing to look for, and dispatch modes cost the host time
             return nullcontext(), nullcontext()
         return _Keep(names, keeper, store), _Reuse(names, keeper, store)
 
     held = _Inputs(args, kwargs, keeper) if keeper.works else None
+    how: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts, "preserve_rng_state": not numbers}
     if held is None:
-        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(function, *args, **how, **kwargs)
 
     def run(held: _Inputs, *_: torch.Tensor) -> Any:
         args, kwargs = held.take()
         return function(*args, **kwargs)
 
     # The checkpoint looks among its arguments for the devices whose generators it has to put back.
-    return checkpoint(run, held, *held.places, use_reentrant=False, context_fn=contexts)
+    return checkpoint(run, held, *held.places, **how)
 
 
 class _Inputs:
