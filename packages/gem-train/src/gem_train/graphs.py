@@ -1,4 +1,8 @@
-"""Whether the layers are launched kernel by kernel or replayed from CUDA graphs (gem_model.replay)."""
+"""Whether the layers are launched kernel by kernel or replayed from CUDA graphs.
+
+In a world of one all layers are one graph (gem_model.replay); where FSDP2 shards them, each is one of its own, inside
+FSDP2's hooks (gem_model.replay_sharded). All ranks answer alike: it follows from the configuration and the machine.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from typing import Any
 from gem_lowprec import Conversion
 from gem_model import GEM
 from gem_model.layers import Layers
-from gem_model.replay import Replay
+from gem_model.replay import Replay, Rooms
+from gem_model.replay_sharded import ShardedReplay
 from gem_parallel import Runtime
 from torch import nn
 
@@ -25,7 +30,7 @@ def replay_layers(config: RunConfig, model: nn.Module, conversion: Conversion, r
         raise ValueError(f"train.cuda_graphs is on, but {reason}")
     if not reason:
         assert isinstance(model, GEM)
-        model.layers.replay = Replay(model.layers)
+        model.layers.replay = (Replay if runtime.world == 1 else ShardedReplay)(model.layers)
     return reason
 
 
@@ -33,10 +38,10 @@ def why_not(config: RunConfig, model: nn.Module, conversion: Conversion, runtime
     """What stands in the way of graphs, or ""."""
     if runtime.device.type != "cuda":
         return f"CUDA graphs need a CUDA device; this run is on {runtime.device}"
-    if runtime.world > 1:
-        return f"the parameters of a world of {runtime.world} are gathered anew for each pass, at other addresses"
     if not isinstance(model, GEM):
         return f"only GEM's layers can be replayed; this model is a {type(model).__name__}"
+    if runtime.world > 1 and config.parallel.experts > 1:
+        return f"parallel.experts is {config.parallel.experts}: layers with experts on other ranks hold collectives"
     if config.lowprec.numerics_every:
         return "lowprec.numerics_every has the layers' operands measured on some steps only"
     if config.parallel.memory.works:
@@ -65,7 +70,7 @@ def load(model: nn.Module, rooms: list[dict[str, Any]]) -> None:
         replay.load(rooms)
 
 
-def _replay(model: nn.Module) -> Replay | None:
+def _replay(model: nn.Module) -> Rooms | None:
     layers = getattr(model, "layers", None)
     replay = layers.replay if isinstance(layers, Layers) else None
-    return replay if isinstance(replay, Replay) else None
+    return replay if isinstance(replay, Rooms) else None
