@@ -19,6 +19,7 @@ from gem_train.testing import assembled, tiny_config
 from torch import nn
 
 CARD = SimpleNamespace(device=torch.device("cuda"), world=1)
+CARDS = SimpleNamespace(device=torch.device("cuda"), world=8)
 PLAIN = SimpleNamespace(recipe=Recipe(name="none"))
 
 
@@ -30,7 +31,8 @@ def recipe(**rule):
     ("change", "reason"),
     [
         ({"runtime": SimpleNamespace(device=torch.device("cpu"), world=1)}, "need a CUDA device; this run is on cpu"),
-        ({"runtime": SimpleNamespace(device=torch.device("cuda"), world=8)}, "a world of 8"),
+        ({"runtime": CARDS}, ""),
+        ({"runtime": CARDS, "settings": ("parallel.experts=2",)}, "parallel.experts is 2"),
         ({"model": nn.Linear(2, 2)}, "this model is a Linear"),
         ({"settings": ("parallel.memory.policy=full",)}, "parallel.memory recomputes"),
         ({"conversion": recipe(stochastic=True)}, "'mine' does something else in each step"),
