@@ -104,6 +104,7 @@ class Rooms:
         graphs: what has been captured; `forget` and a new process capture it again.
         pool: the memory of all graphs, which never run at once.
         passes: forward passes so far; each overwrites what the one before has kept for its backward pass.
+        ready: whether what the layers do is settled by now; until it is, they are called as they are.
     """
 
     def __init__(self, layers: Layers) -> None:
@@ -112,6 +113,7 @@ class Rooms:
         self.graphs: dict[Room, Any] = {}
         self.pool: Any = None
         self.passes = 0
+        self.ready: Callable[[], bool] = lambda: True
         self._announced = False
 
     def capture(self, room: Room, inputs: Inputs) -> Any:
@@ -215,7 +217,7 @@ class Replay(Rooms):
     def __call__(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
         """See `Rooms`."""
         histories = {source: histories[source] for source in cls}
-        graph = self.graph(x, histories, cls)
+        graph = self.graph(x, histories, cls) if self.ready() else None
         if graph is None:
             return self.layers.through(x, histories, cls)
         out: Tensor = _Replayed.apply(graph, *tensors(*at_capacity(x, histories, cls, graph.room)))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gem_parallel.memory.profile import declare_cost
     from gem_parallel.memory.quantise import Quantiser
     from gem_parallel.memory.recipes import Recipe, declare_again
+    from gem_parallel.memory.regions import Regions
     from gem_parallel.parallel import ParallelModel, parallelize
     from gem_parallel.planning.layout import Layout
     from gem_parallel.planning.planner import NothingFitsError, Plan, plan, predict
@@ -50,6 +51,7 @@ _HOME = {
     "Recipe": "memory.recipes",
     "declare_again": "memory.recipes",
     "declare_cost": "memory.profile",
+    "Regions": "memory.regions",
     "make_mesh": "dense.mesh",
     "load_optimizer_state": "dense.optimizer",
     "optimizer_groups": "dense.optimizer",
@@ -100,6 +102,7 @@ __all__ = [
     "Profile",
     "Quantiser",
     "Recipe",
+    "Regions",
     "RowWiseAdagrad",
     "Runtime",
     "Simulation",

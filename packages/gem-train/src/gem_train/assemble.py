@@ -107,7 +107,7 @@ def assemble(
         adagrad = RowWiseAdagrad(lr=config.optim.sparse_lr, eps=config.optim.sparse_eps)
         linear = frozenset(matrices(gem))
         model = parallelize(gem, roles(gem), layout, runtime, sparse=adagrad, units=gem.units())
-        kernel_by_kernel = graphs.replay_layers(config, model.module, conversion, runtime)
+        kernel_by_kernel = graphs.replay_layers(config, model.module, conversion, runtime, model.memory)
 
     precision = resolve_precision(config.train.precision, runtime.device)
     trainer = Trainer(

@@ -13,14 +13,19 @@ from gem_model import GEM
 from gem_model.layers import Layers
 from gem_model.replay import Replay, Rooms
 from gem_model.replay_sharded import ShardedReplay
-from gem_parallel import Runtime
+from gem_parallel import Regions, Runtime
 from torch import nn
 
 from gem_train.config import RunConfig
 
 
-def replay_layers(config: RunConfig, model: nn.Module, conversion: Conversion, runtime: Runtime) -> str:
+def replay_layers(
+    config: RunConfig, model: nn.Module, conversion: Conversion, runtime: Runtime, memory: Regions | None = None
+) -> str:
     """Let graphs run the layers of `model` in training as `train.cuda_graphs` says; why they don't, or "".
+
+    Where `memory` computes activations again, it measures the layers first, launched one by one: they are captured as
+    its plan has them run.
 
     Raises ValueError where graphs are asked for ("on") and can't be had.
     """
@@ -30,7 +35,10 @@ def replay_layers(config: RunConfig, model: nn.Module, conversion: Conversion, r
         raise ValueError(f"train.cuda_graphs is on, but {reason}")
     if not reason:
         assert isinstance(model, GEM)
-        model.layers.replay = (Replay if runtime.world == 1 else ShardedReplay)(model.layers)
+        model.layers.replay = replay = (Replay if runtime.world == 1 else ShardedReplay)(model.layers)
+        if memory is not None:
+            memory.launched = False
+            replay.ready = lambda: not memory.measuring
     return reason
 
 
@@ -44,8 +52,13 @@ def why_not(config: RunConfig, model: nn.Module, conversion: Conversion, runtime
         return f"parallel.experts is {config.parallel.experts}: layers with experts on other ranks hold collectives"
     if config.lowprec.numerics_every:
         return "lowprec.numerics_every has the layers' operands measured on some steps only"
-    if config.parallel.memory.works:
-        return "parallel.memory recomputes, or keeps activations in another way than the layers do"
+    memory = config.parallel.memory
+    if memory.works and runtime.world > 1:
+        return f"parallel.memory and graphs go together on one device only; this is a world of {runtime.world}"
+    if memory.engine != "eager":
+        return f"parallel.memory.engine is {memory.engine!r}; only what 'eager' does can be captured"
+    if memory.offload_min_mib:
+        return "parallel.memory.offload_min_mib moves activations to the host, which no graph waits for"
     rules = conversion.recipe.rules
     if any(rule.stochastic or rule.hadamard or rule.wgrad_every > 1 for rule in rules):
         return f"the recipe {conversion.recipe.name!r} does something else in each step (random numbers or wgrad_every)"

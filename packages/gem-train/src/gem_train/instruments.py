@@ -87,8 +87,11 @@ def forward_flops(parts: Parts, batch: JaggedBatch) -> int:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """The peak so far, in bytes: what CUDA's allocator gave out, or the process's resident memory."""
+    """The peak so far, in bytes: what CUDA's allocator took from the card, or the process's resident memory.
+
+    What it gave out to tensors leaves out the pool of CUDA graphs, which counts as free once they are captured.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_reserved(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -148,6 +148,11 @@ class _Reuse(EagerMode):
         return self.keeper.unpack(entry.kept)
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def recompute(
     function: Function,
     args: tuple[Any, ...],
@@ -167,8 +172,7 @@ def recompute(
             by default, while a CUDA graph is captured.
     """
     store: dict[str, Any] = {}
-    if numbers is None:
-        numbers = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    numbers = capturing() if numbers is None else numbers
     assert not (numbers and names), "results of operators are kept by modes that put generators back"
 
     def contexts() -> tuple[Any, Any]:

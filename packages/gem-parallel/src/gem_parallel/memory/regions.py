@@ -55,6 +55,10 @@ class Regions:
         quantiser: replaces the plain FP8 one.
         agree: makes all ranks follow one plan (a region that exchanges activations must be run again by all or none).
         curves: measured before with the same model, batch and way to store; they are not measured again.
+
+    Attributes:
+        launched: whether the host launches what is computed again, so that a plan reckons with its time; not where the
+            regions are captured in CUDA graphs, once `measuring` is over.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Regions:
     ) -> None:
         self.config = config
         self.plan: MemoryPlan | None = None
+        self.launched = True
         self.curves: dict[str, Curve] = dict(curves or {})
         chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in config.regions)]
         outer = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
@@ -254,7 +259,7 @@ class Regions:
             saved=saved,
             unpacked=unpacked,
             forward_s=device_seconds(function, args, kwargs) if card else host_s,
-            host_s=host_s if card else None,
+            host_s=host_s if card and self.launched else None,
         )
 
     def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
