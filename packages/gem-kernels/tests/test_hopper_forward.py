@@ -61,6 +61,25 @@ def check(got, got_lse, out, lse, tolerance=5e-3):
         assert (got_lse.double() - lse).nan_to_num(0, 0, 0).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(("name", "mask"), [("3x128", (-1, -1)), ("3x64", (-1, -1)), ("3x128-lean", (-1, 0))])
+@pytest.mark.parametrize("dim", [96, 128])
+def test_a_residual_is_added(name, mask, dim):
+    """Every place where O is stored: whole blocks, last blocks, queries that see no key, no keys at all."""
+    from gem_kernels.hopper import launch
+
+    q, k, v, cq, ck = problem(dim)
+    residual = torch.randn_like(q)
+    expected, _ = dense(q.double(), k.double(), v.double(), LQ, LK, dim**-0.5, "silu", *mask)
+    options = {"act": "silu", "out_scale": 0.5, "left": mask[0], "right": mask[1], "config": launch.FORWARD[name]}
+    for few in (k, k[:0]):
+        offsets, wanted = (ck, expected * 0.5 + residual.double()) if few is k else (ck * 0, residual.double())
+        with poisoned():
+            got, _ = launch.forward(
+                q, few, v[: len(few)], cq, offsets, max(LQ), max(LK), dim**-0.5, residual=residual, **options
+            )
+        check(got, None, wanted, None)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("act", ["softmax", "silu"])
 @pytest.mark.parametrize("name", FORWARD)
@@ -380,7 +399,7 @@ def test_opcheck():
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for op, arguments in (
         (ops.jagged_attention, (q, k, v, cq, ck, None, 70, 130, 0.1, -1, 0, "hopper")),
-        (ops.gdpa, (q, k, v, cq, ck, 70, 130, "silu", 0.1, 1.0, -1, -1, "hopper")),
+        (ops.gdpa, (q, k, v, cq, ck, None, 70, 130, "silu", 0.1, 1.0, -1, -1, "hopper")),
     ):
         torch.library.opcheck(op, arguments, test_utils=checks)
 

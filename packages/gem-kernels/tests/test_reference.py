@@ -93,6 +93,34 @@ def test_gdpa_masks(mask, shared):
     agree(out, expected, tensors)
 
 
+def test_hstu_is_a_member():
+    """SiLU(Q K^T) V / N over a padded batch with a causal mask: HSTU's formula (Zhai et al., 2024, equation 2)."""
+    lengths, heads, dim, longest = [5, 1, 8], 2, 4, 8
+    offsets = offsets_of(lengths)
+    rows = [random_heads(sum(lengths), heads, dim, dtype=torch.float64, seed=n, requires_grad=True) for n in (1, 2, 3)]
+    keep = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    q, k, v = (
+        torch.zeros(3, longest, heads, dim, dtype=torch.float64).masked_scatter(keep[..., None, None], x) for x in rows
+    )
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k)
+    weights = scores * torch.sigmoid(scores) / longest * torch.ones(longest, longest).tril()
+    expected = torch.einsum("bhnm,bmhd->bnhd", weights, v)[keep]
+    out = gdpa(*rows, offsets, offsets, longest, longest, scale=1.0, out_scale=1 / longest, causal=True)
+    agree(out, expected, rows)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gdpa_adds_a_residual(shared):
+    tensors, offsets = problem(shared=shared)
+    residual = random_heads(18 if shared else 16, 4, 6, dtype=torch.float64, seed=4, requires_grad=True)
+    out = gdpa(*tensors, *offsets, *sizes(shared), out_scale=0.5, causal=True, residual=residual)
+    expected, _ = loop_attention(*tensors, *offsets, activation="silu", out_scale=0.5, causal=True)
+    agree(out, expected + residual, (*tensors, residual))
+    for wrong in (residual[1:], residual.float(), residual[:, :2]):
+        with pytest.raises(ValueError, match="residual must be as the output"):
+            gdpa(*tensors, *offsets, *sizes(shared), residual=wrong)
+
+
 @pytest.mark.parametrize("name", POLYNOMIALS)
 def test_polynomials_stay_within_their_stated_errors(name):
     stated = POLYNOMIALS[name]

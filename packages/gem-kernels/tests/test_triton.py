@@ -81,6 +81,18 @@ def test_activations(device, activation):
     compare(lambda q, k, v, backend: gdpa(q, k, v, *sizes, activation=activation, scale=0.6, backend=backend), tensors)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_residual(device, shared):
+    tensors, sizes = problem(device, q_lengths=[33, 0, 5], shared=shared)
+    out = gdpa(*tensors, *sizes, backend="triton")
+    residual = torch.randn_like(out).requires_grad_()
+
+    def op(q, k, v, added, backend):
+        return gdpa(q, k, v, *sizes, out_scale=0.3, residual=added, backend=backend)
+
+    compare(op, (*tensors, residual))
+
+
 @pytest.mark.parametrize("name", POLYNOMIALS)
 def test_polynomial_activations(device, name):
     tensors, sizes = problem(device, q_lengths=[33, 0, 5])
@@ -266,7 +278,8 @@ def test_opcheck(device):
             ops.jagged_attention_backward,
             (d, torch.randn_like(lse), *still, q_offsets, k_offsets, bias.detach(), True, *tail),
         ),
-        (ops.gdpa, (q, k, v, q_offsets, k_offsets, *acted)),
+        (ops.gdpa, (q, k, v, q_offsets, k_offsets, None, *acted)),
+        (ops.gdpa, (q, k, v, q_offsets, k_offsets, torch.randn_like(q).requires_grad_(), *acted)),
         (ops.gdpa_backward, (d, *still[:3], q_offsets, k_offsets, *acted)),
         (ops.block_attention, (x, x.clone(), x.clone(), blocks, positions, 16, 0.25, None, 10.0, True, "triton")),
         (ops.block_attention_backward, (d, *stills, blocks, None, 16, 0.25, "silu", 10.0, False, "triton")),

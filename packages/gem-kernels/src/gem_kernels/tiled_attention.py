@@ -101,10 +101,11 @@ def forward_kernel(
     max_q, max_k, tiles, left, right,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SHARED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    NARROW: tl.constexpr, PRECISION: tl.constexpr, SUBTRACT: tl.constexpr = None,
+    NARROW: tl.constexpr, PRECISION: tl.constexpr, SUBTRACT: tl.constexpr = None, residual_ptr=None,
 ):  # fmt: skip
     """O and LSE of one row tile of one (sequence, head). SUBTRACT: the limit of `subtracted_tile`, which then takes the
-    mask's place, without causal masks and windows.
+    mask's place, without causal masks and windows. With an activation what is at `residual_ptr`, laid out as O, is
+    added to it.
     """
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     h, b = rest % HEADS, rest // HEADS
@@ -153,6 +154,8 @@ def forward_kernel(
         tl.store(lse_f32 + (start_o + rows) * HEADS + h, lse, mask=inside)
     else:
         acc = acc * out_scale
+        if residual_ptr is not None:
+            acc += load_rows(residual_ptr + (start_o * HEADS + h) * D, rows, inside, HEADS * D, D, DP, True)
     store_rows(out_ptr + (start_o * HEADS + h) * D, acc, rows, inside, HEADS * D, D, DP)
 
 

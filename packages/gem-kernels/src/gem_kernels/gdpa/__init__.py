@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ def gdpa(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     score_bound: float | None = None,
+    residual: Tensor | None = None,
     backend: str | None = None,
     validate: bool = False,
 ) -> Tensor:
@@ -39,7 +40,7 @@ def gdpa(
 
     For each sample b and head h, with Q, K, V that sample's rows::
 
-        O = out_scale * act(scale Q K^T) V
+        O = out_scale * act(scale Q K^T) V (+ residual)
 
     HSTU is the member act = silu, out_scale = 1 / N. Tensors, offsets, maxima, `causal`, `window`, `backend`,
     `validate` and the errors raised are those of `jagged_attention`.
@@ -61,19 +62,23 @@ def gdpa(
         window: (left, right) around the same diagonal.
         score_bound: what the caller asserts: no |scale q . k| is larger. With normalised q and k it is scale |q| |k|.
             `activations.POLYNOMIALS` has the largest errors within it; beyond it a polynomial is not the activation.
+        residual: as O in shape, dtype and device; added to it before it is rounded.
         backend: "reference", "triton" or "hopper"; None lets `dispatch` choose.
         validate: also check the offsets' values on a GPU, which waits for the device.
 
     Returns:
-        O: [Tq, H, D] ([B * Lq, H, D] for learned queries) in q's dtype; 0 for a query that sees no key.
+        O: [Tq, H, D] ([B * Lq, H, D] for learned queries) in q's dtype; 0, or the residual, for a query that sees no
+        key.
 
     Raises:
-        ValueError: also for a `score_bound` that is not a positive number.
+        ValueError: also for a `score_bound` that is not a positive number, and a `residual` that is not as O.
 
     Source: Meta's GDPA; HSTU (Zhai et al., 2024).
     """
     activation = resolve(activation, score_bound)
     check_problem(q, k, v, q_offsets, k_offsets, max_q, max_k, validate=validate)
+    if residual is not None:
+        _check_residual(residual, q, q_offsets, k_offsets)
     left, right = normalise_window(causal, window)
     scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)
     out_scale = float(out_scale)
@@ -99,8 +104,19 @@ def gdpa(
             out_scale=out_scale,
             left=left,
             right=right,
+            residual=residual,
         )
-    return _forward(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right, name)
+    tensors, where = (q, k, v, q_offsets, k_offsets, residual), (max_q, max_k)
+    return cast(Tensor, _forward(*tensors, *where, activation, scale, out_scale, left, right, name))
+
+
+def _check_residual(residual: Tensor, q: Tensor, q_offsets: Tensor | None, k_offsets: Tensor) -> None:
+    rows = q.shape[0] if q_offsets is not None else q.shape[0] * (k_offsets.shape[0] - 1)
+    found, expected = ((tuple(x), d, str(at)) for x, d, at in (
+        (residual.shape, residual.dtype, residual.device), ((rows, *q.shape[1:]), q.dtype, q.device)
+    ))  # fmt: skip
+    if found != expected:
+        raise ValueError(f"residual must be as the output, {expected}; got {found}")
 
 
 @operator("gdpa")
@@ -110,6 +126,7 @@ def _forward(
     v: Tensor,
     q_offsets: Tensor | None,
     k_offsets: Tensor,
+    residual: Tensor | None,
     max_q: int,
     max_k: int,
     activation: str,
@@ -120,7 +137,7 @@ def _forward(
     backend: str,
 ) -> Tensor:
     forward = dispatch.module("gdpa", backend).forward
-    return forward(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right)
+    return forward(q, k, v, q_offsets, k_offsets, max_q, max_k, activation, scale, out_scale, left, right, residual)
 
 
 @_forward.register_fake
@@ -156,13 +173,14 @@ def _(dout, q, k, v, *_rest):  # type: ignore[no-untyped-def]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, v, q_offsets, k_offsets, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, q_offsets, k_offsets)
+    ctx.rest = inputs[6:]
+    ctx.save_for_backward(*inputs[:6])  # the residual for those who compute O again
 
 
 def _autograd(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    dq, dk, dv = _backward(dout, *ctx.saved_tensors, *ctx.rest)
-    return dq, dk, dv, *(None,) * 10
+    *tensors, residual = ctx.saved_tensors
+    dq, dk, dv = _backward(dout, *tensors, *ctx.rest)
+    return dq, dk, dv, None, None, None if residual is None else dout, *(None,) * 8
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)

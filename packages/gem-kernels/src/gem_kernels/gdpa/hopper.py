@@ -27,7 +27,7 @@ def compile_cases() -> list[CompileCase]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int,
-    activation: str, scale: float, out_scale: float, left: int, right: int,
+    activation: str, scale: float, out_scale: float, left: int, right: int, residual: Tensor | None = None,
     *, config: launch.ForwardConfig | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     """O [Tq, H, D]; the arguments of `gem_kernels.gdpa`'s backends. `config` and `tiles`: see
@@ -35,7 +35,7 @@ def forward(
     """
     return launch.forward(
         q, k, v, q_offsets, k_offsets, max_q, max_k, scale,
-        act=activation, out_scale=out_scale, left=left, right=right, config=config, tiles=tiles,
+        act=activation, out_scale=out_scale, left=left, right=right, config=config, tiles=tiles, residual=residual,
     )[0]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ def attention(
     out_scale: float = 1.0,
     left: int = -1,
     right: int = -1,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """O [Tq, H, D]. As act(0) = 0, padding needs no mask (its keys are 0), and a score times 0 is hidden."""
     dense = densify(q, k, v, q_offsets, k_offsets, max_q, max_k)
@@ -31,4 +32,5 @@ def attention(
     if left != UNLIMITED or right != UNLIMITED:
         s = s * (1.0 - dense.hidden(*dense.interval(left, right), s.dtype))
     out = dense.weighted(formula(activation)(s))
-    return dense.rows(out if out_scale == 1.0 else out * out_scale).to(q.dtype)
+    rows = dense.rows(out if out_scale == 1.0 else out * out_scale)
+    return (rows if residual is None else rows + residual).to(q.dtype)

@@ -68,6 +68,7 @@ def forward(
     out_scale: float,
     left: int,
     right: int,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """O [Tq, H, D]; see `gdpa`."""
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
@@ -81,6 +82,7 @@ def forward(
         q, k, v, None, out, None, q_offsets, k_offsets, scale, out_scale,
         *strides(q, k, v), 0, 0, max_q, max_k, tiles, left, right,
         **_constants(q, k, q_offsets, activation, left, right), BM=t.bm, BN=t.bn,
+        residual_ptr=None if residual is None else residual.contiguous(),
     )  # fmt: skip
     return out
 
@@ -151,7 +153,8 @@ def compile_cases() -> list[CompileCase]:
             }  # fmt: skip
             if phase == "dq":
                 constants["DLSE"] = False
-            constants |= {n: None for n in kernel.arg_names if n in ("bias_ptr", "SUBTRACT") or n.endswith("_f32")}
+            absent = ("bias_ptr", "residual_ptr", "SUBTRACT")
+            constants |= {n: None for n in kernel.arg_names if n in absent or n.endswith("_f32")}
             types, divisible = signature(kernel, name, constants)
             label = f"gdpa {phase} {name} d{dim} {activation}{' window' if window else ''}"
             cases.append(CompileCase(label, kernel, types, constants, t, divisible))

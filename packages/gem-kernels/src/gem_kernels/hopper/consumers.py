@@ -139,11 +139,12 @@ def _partial(p):
 def _finish(
     acc, m, total, out, buf, out_row, rows, head,
     D: gl.constexpr, DIM: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, MASKED: gl.constexpr,
+    RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """O and LSE of one block. A whole block goes out by TMA, a sequence's last block by masked stores: its other rows
     are the next sequence's.
     """
-    o_desc, o_ptr, lse_ptr, heads, out_scale = out
+    o_desc, o_ptr, lse_ptr, heads, out_scale, residual_ptr = out
     if ACT == "softmax":
         if len(total.shape) == 2:  # of `_partial`
             total = gl.convert_layout(gl.sum(total, 1), m.type.layout, True)
@@ -154,6 +155,9 @@ def _finish(
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
     else:
         acc = acc * out_scale
+        if RESIDUAL:
+            at, own = _places(out_row, rows, head, heads, D, DIM, OL)
+            acc += gl.load(residual_ptr + at, mask=own, other=0.0).to(gl.float32)
     flat = buf.reshape([BLOCK, D])
     flat.store(acc.to(o_ptr.dtype.element_ty))
     fence_async_shared()
@@ -173,18 +177,28 @@ def _finish(
 
 
 @gluon.jit
-def _no_keys(out, out_row, rows, head, D: gl.constexpr, DIM: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr):
-    """Queries that see no key: O = 0, LSE = -inf."""
-    _o_desc, o_ptr, lse_ptr, heads, _out_scale = out
+def _places(out_row, rows, head, heads, D: gl.constexpr, DIM: gl.constexpr, OL: gl.constexpr):
+    """Where the numbers of a block of O [T, heads, DIM] are, and which are the sequence's own, in the layout OL."""
     r = gl.arange(0, BLOCK, gl.SliceLayout(1, OL))
     c = gl.arange(0, D, gl.SliceLayout(0, OL))
-    base = o_ptr + (out_row.to(gl.int64) * heads + head) * DIM
-    inside = (r < rows)[:, None] & (c < DIM)[None, :]
-    gl.store(
-        base + (r * (heads * DIM))[:, None] + c[None, :],
-        gl.zeros([BLOCK, D], o_ptr.dtype.element_ty, OL),
-        mask=inside,
-    )
+    first = (out_row.to(gl.int64) * heads + head) * DIM
+    return first + (r * (heads * DIM))[:, None] + c[None, :], (r < rows)[:, None] & (c < DIM)[None, :]
+
+
+@gluon.jit
+def _no_keys(
+    out, out_row, rows, head,
+    D: gl.constexpr, DIM: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """Queries that see no key: O = 0 (or the residual), LSE = -inf."""
+    _o_desc, o_ptr, lse_ptr, heads, _out_scale, residual_ptr = out
+    r = gl.arange(0, BLOCK, gl.SliceLayout(1, OL))
+    at, inside = _places(out_row, rows, head, heads, D, DIM, OL)
+    if RESIDUAL:
+        value = gl.load(residual_ptr + at, mask=inside, other=0.0)
+    else:
+        value = gl.zeros([BLOCK, D], o_ptr.dtype.element_ty, OL)
+    gl.store(o_ptr + at, value, mask=inside)
     if ACT == "softmax":
         none = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, OL))
         gl.store(lse_ptr + (out_row + r).to(gl.int64) * heads + head, none, mask=r < rows)
@@ -273,7 +287,7 @@ def consume(
     W, scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr,
     TURNS: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr,
-    LAZY: gl.constexpr, BIAS: gl.constexpr,
+    LAZY: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile: the first consumer the first, and so on. SHORT: the layout of a short step of K and V.
 
@@ -350,12 +364,15 @@ def consume(
                     )  # fmt: skip
                 if MASKED:
                     _pass(step + shorts + end, wholes - end, barriers, KS, LEAN)
-                _finish(acc, m, total, out, q_buf.index(slot), out_row, mine, head, D, DIM, OL, ACT, MASKED or BIAS > 0)
+                _finish(
+                    acc, m, total, out, q_buf.index(slot), out_row, mine, head, D, DIM, OL, ACT, MASKED or BIAS > 0,
+                    RESIDUAL,
+                )  # fmt: skip
             else:
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(before), count=1, pred=tile > 0)
                 if mine > 0:
-                    _no_keys(out, out_row, mine, head, D, DIM, OL, ACT)
+                    _no_keys(out, out_row, mine, head, D, DIM, OL, ACT, RESIDUAL)
                 _pass(step, n, barriers, KS, LEAN)
             step += n
             before = slot

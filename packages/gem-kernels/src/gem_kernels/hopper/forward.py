@@ -25,13 +25,14 @@ __all__ = ["forward_kernel", "tile_count"]
 @gluon.jit(do_not_specialize=["heads", "left", "right", "bias_batch", "bias_head", "bias_row", "max_q", "max_k"])
 def forward_kernel(
     q_desc, k_desc, v_desc, k_short, v_short, o_desc, o_ptr, lse_ptr, heads, tiles_ptr, count_ptr, cursor_ptr, own_ptr,
-    scale, out_scale, left, right, bias_ptr, bias_batch, bias_head, bias_row, max_q, max_k,
+    scale, out_scale, residual_ptr, left, right, bias_ptr, bias_batch, bias_head, bias_row, max_q, max_k,
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr,
     TURNS: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     SHARED: gl.constexpr, REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
-    LEAN: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr,
+    LEAN: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """O = softmax(scale Q K^T) V, or out_scale * act(scale Q K^T) V; for softmax `scale` holds log2(e) as a factor.
+    """O = softmax(scale Q K^T) V, or out_scale * act(scale Q K^T) V, with RESIDUAL plus what is at `residual_ptr`, laid
+    out as O; for softmax `scale` holds log2(e) as a factor.
 
     A query at position p = i + (Lk - Lq) sees keys p - left (with LEFT) to p + right (with RIGHT).
     """
@@ -67,18 +68,18 @@ def forward_kernel(
     barriers = (k_full, k_empty, v_full, v_empty)
     SHORT: gl.constexpr = k_short.layout
     window = (left, right)
-    out = (o_desc, o_ptr, lse_ptr, heads, out_scale)
+    out = (o_desc, o_ptr, lse_ptr, heads, out_scale, residual_ptr)
     bias = (bias_ptr, bias_batch, bias_head, bias_row, max_q)
     queries = (q_desc, tiles_ptr, count_ptr, cursor_ptr, own_ptr, max_k)
     keys = (k_desc, v_desc, k_short, v_short)
     gl.warp_specialize(
         [
             (consume, (gl.to_tensor(0), scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT,
-                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, LAZY, BIAS)),
+                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, LAZY, BIAS, RESIDUAL)),
             (consume, (gl.to_tensor(1), scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT,
-                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, LAZY, BIAS)),
+                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, LAZY, BIAS, RESIDUAL)),
             (consume, (gl.to_tensor(2), scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT,
-                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, LAZY, BIAS)),
+                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, LAZY, BIAS, RESIDUAL)),
             (load_queries, (queries, records, q_buf, q_full, q_empty, window, BN, NC, QS, LEFT, RIGHT, SHARED, BIAS)),
             (load_keys, (keys, records, (k_buf, v_buf), barriers, window, BN, KS, GROUP, LEFT, RIGHT, LEAN)),
         ],

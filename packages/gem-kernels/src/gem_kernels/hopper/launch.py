@@ -49,13 +49,14 @@ class ForwardConfig:
 
     def constants(
         self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False,
-        bias: int = 0,
+        bias: int = 0, residual: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         """The compile-time arguments of `forward_kernel`."""
         return {
             "BN": self.step, "D": padded(dim), "DIM": dim, "NC": self.consumers, "KS": self.stages,
             "QS": 2, "TURNS": self.turns, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared,
             "REGS": 160, "LOADER_REGS": 32, "LEAN": self.lean, "LAZY": self.lazy, "BIAS": bias,
+            "RESIDUAL": residual,
         }  # fmt: skip
 
 
@@ -153,11 +154,12 @@ def _bias_arguments(bias: Tensor | None, other: Tensor) -> tuple[int, tuple[Any,
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale: float,
     *, act: str, out_scale: float, left: int = -1, right: int = -1, config: ForwardConfig | None = None,
-    tiles: Tiles | None = None, bias: Tensor | None = None,
+    tiles: Tiles | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """O [Tq, H, D] and LSE [Tq, H] (empty unless `act` is "softmax"). `q_offsets=None`: q [L, H, D] serves every
-    sequence.
+    sequence. `residual`, shaped as O, is added to it, with an activation only.
     """
+    assert residual is None or act != "softmax"
     batch = k_offsets.shape[0] - 1
     length, heads, dim = q.shape
     shared = q_offsets is None
@@ -168,7 +170,7 @@ def forward(
     if total == 0:
         return out, lse
     if k.shape[0] == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
+        return (out.zero_() if residual is None else out.copy_(residual)), lse.fill_(float("-inf"))
     q, k, v = readable(q), readable(k), readable(v)
     masked = left >= 0 or right >= 0
     config = config or choose_forward(
@@ -180,13 +182,14 @@ def forward(
     unit, bias_arguments = _bias_arguments(bias, out)
     constants = config.constants(
         dim, group=heads // k.shape[1], act=act, left=left >= 0, right=right >= 0, shared=shared and masked, bias=unit,
+        residual=residual is not None,
     )  # fmt: skip
     k_short, v_short = head_descriptor(k, 64), head_descriptor(v, 64)
     k_desc, v_desc = (k_short, v_short) if config.step == 64 else (head_descriptor(x, config.step) for x in (k, v))
     forward_kernel[(programs(q.device),)](
         head_descriptor(q, 64), k_desc, v_desc, k_short, v_short, head_descriptor(out, 64), out, lse, heads,
         tiles.table, tiles.count, tiles.cursor, own if masked else tiles.count,
-        scale * LOG2E if softmax else scale, out_scale, left, right,
+        scale * LOG2E if softmax else scale, out_scale, out if residual is None else residual.contiguous(), left, right,
         *bias_arguments, max_q, max_k, **constants, num_warps=4,
     )  # fmt: skip
     return out, lse
