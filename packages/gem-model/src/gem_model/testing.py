@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -169,3 +169,16 @@ def _events(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     new = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
     within = torch.arange(int(counts.sum())) - new[:-1].repeat_interleave(counts)
     return offsets[:-1][rows].repeat_interleave(counts) + within, new
+
+
+def repeated(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+    """What `run` makes, and what makes it again in the same place: a recorder for
+    :class:`gem_model.replay_sharded.ShardedReplay` that launches every operator again, on any device.
+    """
+    fixed = [t.detach().clone() for t in run()]
+
+    def again() -> None:
+        for place, made in zip(fixed, run(), strict=True):
+            place.copy_(made.detach())
+
+    return fixed, again
