@@ -6,14 +6,17 @@ activation. Regions are the model's layers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from gem_model import GEM, ModelInputs, preset
 from gem_model.presets import workload
+from gem_model.replay import Replay
 from gem_model.testing import random_batch
-from torch import Tensor, nn
+from gem_parallel.bench.stack import Workload
+from torch import Tensor
 
 ROWS = 1_000_000  # of a table, at most
 
@@ -28,9 +31,7 @@ def inputs(name: str, length: int | None = None) -> ModelInputs:
     )
 
 
-def _workload(
-    name: str, device: torch.device, batch: int, length: int | None = None
-) -> tuple[nn.Module, list[str], Callable[[], Tensor]]:
+def _workload(name: str, device: torch.device, batch: int, length: int | None = None) -> Workload:
     torch.manual_seed(0)
     shape = inputs(name, length)
     model = GEM(preset(name, dropout=0.1), shape, device=device)  # on the device: one core would draw for long
@@ -41,14 +42,25 @@ def _workload(
             logits = model(data)
         return model.loss(logits, data)
 
-    return model, model.units(), loss
+    @contextlib.contextmanager
+    def graphs(ready: Callable[[], bool]) -> Iterator[None]:
+        model.layers.replay = replay = Replay(model.layers)
+        replay.ready = ready
+        try:
+            yield
+        finally:
+            model.layers.replay = None
+            model.zero_grad(set_to_none=True)  # gradients are parts of what the graphs add to
+            replay.forget()
+
+    return Workload(model, model.units(), loss, graphs)
 
 
-def large(device: torch.device, batch: int) -> tuple[nn.Module, list[str], Callable[[], Tensor]]:
+def large(device: torch.device, batch: int) -> Workload:
     """The preset "large": two histories of up to 2,048 and 1,024 events."""
     return _workload("large", device, batch)
 
 
-def tiny(device: torch.device, batch: int) -> tuple[nn.Module, list[str], Callable[[], Tensor]]:
+def tiny(device: torch.device, batch: int) -> Workload:
     """The preset "tiny", to try the script."""
     return _workload("tiny", device, batch)

@@ -3,6 +3,10 @@
 Every variant trains the same model on the same batch. Its gradients are compared with the unchecked model's, as the
 norm of the difference over the norm of all gradients: recomputation must not differ by more than two unchecked runs do
 (not at all, where the device's kernels repeat themselves), FP8 and compiled code by more than a tenth.
+
+With `--graphs` the regions are replayed from CUDA graphs, as training on one card has them. What is kept then lies in
+the graphs' pool, which the allocator takes for free memory: the peak is what was taken from the card beyond what it
+held before, and "kept" what the plan says.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import gc
 import importlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,11 +47,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share", default="0/1", help="R/N: every Nth variant from the Rth on, for N cards side by side"
     )
+    parser.add_argument("--graphs", action="store_true", help="regions replayed from CUDA graphs; eager engine alone")
     parser.add_argument("--min-kib", type=float, default=1024.0, help="smaller tensors are kept as they are")
     parser.add_argument(
         "--workload",
         default="gem_parallel.bench.stack:workload",
-        help="package.module:function; function(device, batch) -> (model, names of its regions, forward to the loss)",
+        help="package.module:function; function(device, batch) -> gem_parallel.bench.stack.Workload",
     )
     parser.add_argument("--out", help="JSON file")
 
@@ -100,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
     """Print a row per variant; 1 when a gradient is wrong."""
     device = torch.device(args.device)
     make = _find(args.workload)
+    if args.graphs and device.type != "cuda":
+        raise SystemExit(f"--graphs: CUDA graphs need a CUDA device, and --device is {args.device}")
     names = args.variants or [name for engine in args.engines for name in variants(args.budgets, engine)]
     if args.only:
         names = [name for name in names if any(part in name for part in args.only)]
@@ -123,16 +131,18 @@ def run(args: argparse.Namespace) -> int:
     good = True
     heads = " ".join(f"{head:>9}" for head in ("step ms", "a sample", "host ms", "kept MiB", "peak MiB"))
     print(f"{'variant':28} {heads} {'against none':>13} {'memory':>7}  error")
-    workload, made_for = make(device, args.batch), args.batch
+    workload, made_for = Workload(*make(device, args.batch)), args.batch
     for (batch, name), config in zip(wanted, configs, strict=True):
         if batch != made_for:
             reference, curves = [], {}
             del workload
-            workload, made_for = make(device, batch), batch
+            workload, made_for = Workload(*make(device, batch)), batch
         compare = batch == args.batch
         label = name if compare else f"{batch}: {name}"
         try:
-            row, grads, plan = measure(workload, device, config, args.steps, reference if compare else None, curves)
+            row, grads, plan = measure(
+                workload, device, config, args.steps, reference if compare else None, curves, graphs=args.graphs
+            )
         except torch.OutOfMemoryError:
             rows.append({"op": "train", "pass": "step", "case": f"batch {batch}", "variant": f"{label}, does not fit"})
             print(f"{label:28} does not fit", flush=True)
@@ -146,7 +156,8 @@ def run(args: argparse.Namespace) -> int:
         wrong = not row["error"] <= (2 * noise if exact else FP8_TOLERANCE) if compare else not row["finite"]
         good &= not wrong
         first = next(r for r in rows if "ms" in r)
-        share = row["kept_mib"] / first["kept_mib"] if first["kept_mib"] else float("nan")
+        size = "peak_mib" if args.graphs else "kept_mib"
+        share = row[size] / first[size] if first[size] else float("nan")
         print(
             f"{label:28} {row['ms']:9.2f} {row['ms_a_sample']:9.3f} {row['host_ms']:9.2f} {row['kept_mib']:9.0f} "
             f"{row['peak_mib']:9.0f} {row['ms_a_sample'] / first['ms_a_sample'] - 1:+13.1%} {share:7.2f}  "
@@ -156,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         if plan:
             print("    " + str(plan).splitlines()[0] + "\n    " + str(plan).splitlines()[2], flush=True)
         if args.out:  # a run that is cut short leaves what it has
-            write(args.out, "memory", rows, batch=args.batch, workload=args.workload)
+            write(args.out, "memory", rows, batch=args.batch, workload=args.workload, graphs=args.graphs)
     return 0 if good else 1
 
 
@@ -167,6 +178,8 @@ def measure(
     steps: int,
     reference: list[torch.Tensor] | None,
     curves: dict[tuple[str, str], dict[str, Curve]],
+    *,
+    graphs: bool = False,
 ) -> tuple[dict[str, Any], list[torch.Tensor], Any]:
     """(the row, gradients of the last step, the plan): median times of a step and of its launches on the host, bytes
     kept by the forward, peak. Gradients are compared where there is a reference, and returned where it is empty.
@@ -174,14 +187,27 @@ def measure(
     """
     gc.collect()
     cuda = device.type == "cuda"
-    model, names, loss = workload
+    model, names, loss, replayed = workload
+    if graphs and replayed is None:
+        raise SystemExit("--graphs: this workload has none")
     regions: Regions | None = None
     known: dict[str, Curve] | None = None
     if config is not None:
         family = (config.engine, config.quantise)
         known = curves.get(family) if config.policy in ("uniform", "regions") else None
         regions = Regions(model, names, config, curves=known)
+        regions.launched = not graphs
     measured = regions is not None and regions.measuring and not known
+    if cuda:
+        torch.cuda.empty_cache()
+    before_all = torch.cuda.memory_reserved() if graphs else 0
+
+    def may_be_captured() -> bool:
+        return regions is None or not regions.measuring
+
+    around: AbstractContextManager[None] = nullcontext()
+    if graphs and replayed is not None:
+        around = replayed(may_be_captured)
 
     def step(seed: int) -> tuple[float, float, int]:
         if regions is not None:
@@ -195,13 +221,14 @@ def measure(
         issued = time.perf_counter() - began
         return _now(cuda) - began, issued, kept
 
-    try:
+    with around, _closing(regions, model):
         model.zero_grad(set_to_none=True)
         for seed in range(WARM_UP + (MEASURED_STEPS if measured else 0)):
             step(seed)
             model.zero_grad(set_to_none=True)
         if regions is not None and regions.curves:
             curves[family] = regions.curves
+        resting = 0
         if cuda:
             torch.cuda.reset_peak_memory_stats()
             resting = torch.cuda.memory_allocated()
@@ -209,41 +236,52 @@ def measure(
         for seed in range(steps):
             model.zero_grad(set_to_none=True)
             took.append(step(seed))
-    except torch.OutOfMemoryError:
-        if regions is not None:
-            regions.close()
-        model.zero_grad(set_to_none=True)
-        raise
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    pairs = list(zip(grads, reference or [], strict=bool(reference)))
-    wrong = sum(float((mine.double() - theirs.double()).square().sum()) for mine, theirs in pairs)
-    error = (wrong / max(sum(float(theirs.double().square().sum()) for _, theirs in pairs), 1e-30)) ** 0.5
+        peak = 0
+        if graphs:
+            peak = torch.cuda.max_memory_reserved() - before_all
+        elif cuda:
+            peak = torch.cuda.max_memory_allocated() - resting
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        pairs = list(zip(grads, reference or [], strict=bool(reference)))
+        wrong = sum(float((mine.double() - theirs.double()).square().sum()) for mine, theirs in pairs)
+        error = (wrong / max(sum(float(theirs.double().square().sum()) for _, theirs in pairs), 1e-30)) ** 0.5
+        finite = bool(torch.stack([g.isfinite().all() for g in grads]).all())
+        copies = [g.detach().clone() for g in grads] if reference == [] else []
     row = {
         "op": "train",
         "pass": "step",
         "ms": statistics.median(t for t, _, _ in took) * 1e3,
         "host_ms": statistics.median(t for _, t, _ in took) * 1e3,
-        "kept_mib": took[-1][2] / 2**20,
-        "peak_mib": (torch.cuda.max_memory_allocated() - resting) / 2**20 if cuda else 0.0,
+        "kept_mib": took[-1][2] / 2**20 if not graphs else 0.0,
+        "peak_mib": peak / 2**20,
         "error": error,
-        "finite": bool(torch.stack([g.isfinite().all() for g in grads]).all()),
+        "finite": finite,
     }
     if regions is not None and regions.plan is not None:
         row["plan_kept_mib"] = regions.plan.kept / 2**20
         row["plan_peak_mib"] = regions.plan.peak / 2**20
         row["plan_recomputed_ms"] = regions.plan.seconds * 1e3
-    if not cuda and regions is not None and regions.plan is not None:
-        row["kept_mib"] = row["plan_kept_mib"]
-    if regions is not None:
-        regions.close()
-    return row, [g.detach().clone() for g in grads] if reference == [] else [], regions and regions.plan
+        if not cuda or graphs:
+            row["kept_mib"] = row["plan_kept_mib"]
+    return row, copies, regions and regions.plan
 
 
-def _find(name: str) -> Callable[[torch.device, int], Workload]:
+@contextmanager
+def _closing(regions: Regions | None, model: torch.nn.Module) -> Iterator[None]:
+    """What a variant leaves at its end, or where it does not fit: nothing."""
+    try:
+        yield
+    finally:
+        if regions is not None:
+            regions.close()
+        model.zero_grad(set_to_none=True)
+
+
+def _find(name: str) -> Callable[[torch.device, int], Any]:
     module, _, function = name.partition(":")
     if not function:
         raise SystemExit(f"--workload {name!r}: expected package.module:function")
-    found: Callable[[torch.device, int], Workload] = getattr(importlib.import_module(module), function)
+    found: Callable[[torch.device, int], Any] = getattr(importlib.import_module(module), function)
     return found
 
 

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-Workload = tuple[nn.Module, list[str], Callable[[], torch.Tensor]]
+
+class Workload(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        model: holds the regions.
+        regions: their names.
+        loss: the forward pass, to the loss.
+        graphs: where it can be had, a context within which regions are replayed from CUDA graphs, captured when what is
+            handed in says that they may be; what they hold is let go of at its end.
+    """
+
+    model: nn.Module
+    regions: list[str]
+    loss: Callable[[], torch.Tensor]
+    graphs: Callable[[Callable[[], bool]], AbstractContextManager[None]] | None = None
 
 
 class Attention(nn.Module):
@@ -73,7 +90,7 @@ class Stack(nn.Module):
 
 
 def workload(device: torch.device, batch: int, *, layers: int = 4, width: int = 1024, length: int = 1024) -> Workload:
-    """(model, regions, forward to the loss), under autocast on CUDA; the contract of `--workload`."""
+    """The stack under autocast on CUDA; the contract of `--workload`."""
     torch.manual_seed(0)
     model = Stack(layers, width, max(1, width // 128), 0.1).to(device)
     x = torch.randn(batch, length, width, device=device)
@@ -82,7 +99,7 @@ def workload(device: torch.device, batch: int, *, layers: int = 4, width: int = 
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             return model(x).float().square().mean()
 
-    return model, [f"blocks.{i}" for i in range(3 * layers)], loss
+    return Workload(model, [f"blocks.{i}" for i in range(3 * layers)], loss)
 
 
 def small_workload(device: torch.device, batch: int) -> Workload:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from gem_parallel.comm.windows import Ring, pull
+from gem_parallel.comm.windows import Ring, pull, push
 
 
 class Payload(Protocol):
@@ -57,13 +57,19 @@ class GroupAllGather(PlainAllGather):
 
 
 class CopyEngineAllGather(AllGather):
-    """Every rank reads the others' windows; no SM moves data, and none waits for the others to have written and read.
+    """Every rank reads the others' windows, or writes into them; no SM moves data.
 
     FSDP writes a unit's shard into its place of the output, which lies in a window: that is what the others read.
+
+    Args:
+        ring: gives the windows.
+        pushes: ranks write into the others' windows instead.
+        lanes: how many copies are under way at once, on streams of their own; 0: one after the other on FSDP's.
     """
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
+    def __init__(self, ring: Ring, *, pushes: bool = False, lanes: int = 0) -> None:
+        self.ring, self.pushes = ring, pushes
+        self._lanes = [torch.cuda.Stream(priority=-1) for _ in range(lanes)]
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The next window."""
@@ -76,7 +82,11 @@ class CopyEngineAllGather(AllGather):
         own = output_tensor.view(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor.view(-1))
-        pull(self.ring.window(output_tensor), output_tensor, input_tensor.nbytes, group, whole=True)
+        window, nbytes = self.ring.window(output_tensor), input_tensor.nbytes
+        if self.pushes:
+            push(window, output_tensor, nbytes, group, lanes=self._lanes)
+        else:
+            pull(window, output_tensor, nbytes, group, whole=True, lanes=self._lanes)
 
 
 class PayloadAllGather(AllGather):
