@@ -38,7 +38,8 @@ def main() -> int:
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--parts", nargs="+", default=["layouts", "collectives"], help="of comm")
     parser.add_argument("--rows", nargs="+", default=[], help="of the scaling")
-    parser.add_argument("--batch", type=int, default=96, help="of a card, in the scaling")
+    parser.add_argument("--batch", type=int, default=256, help="of a card and part, in the scaling")
+    parser.add_argument("--step-parts", nargs="+", default=["1", "4"], help="parts of a step, in the scaling")
     parser.add_argument("--budgets", nargs="+", default=["0.25", "0.5"])
     parser.add_argument("--limit", type=float, default=120, help="seconds of a stage")
     parser.add_argument("--rehearse", action="store_true", help="the same on a CPU, small")
@@ -91,7 +92,15 @@ def scaling(args: argparse.Namespace, rank: int, world: int) -> int:
     import scaling_cards
 
     model = ["--model", "tiny", "--batch", "8"] if args.rehearse else ["--batch", str(args.batch)]
-    call = ["--device", device(args), *model, "--out", str(args.out / f"scaling-{world}.json")]
+    call = [
+        "--device",
+        device(args),
+        *model,
+        "--parts",
+        *args.step_parts,
+        "--out",
+        str(args.out / f"scaling-{world}.json"),
+    ]
     profile = args.out / "profile.json"
     call += ["--profile", str(profile)] if profile.exists() else []
     rows = ["--rows", *args.rows] if args.rows else []

@@ -2,17 +2,19 @@
 
     torchrun --standalone --nproc_per_node N tools/scaling_cards.py --out scaling.json [--profile comm-profile.json]
 
-First one card trains alone, on the samples of every card in turn: the mean of these steps is what a step of N cards is
-held against.
-Then a row for each rung and layout:
+First every card trains alone, in a process of its own, on its own samples: the mean of these steps is what a step of N
+cards is held against. Then a row for each rung and layout:
 
-    weak        ratio = mean step alone / step; every card has `--batch` samples, alone and together
+    weak        ratio = mean step alone / step; every card has `--batch` samples a part, alone and together
     strong      ratio = mean step alone / (N x step); the same samples as one card has alone are dealt to N
 
-Steps end with clipping and AdamW, tables included; a step lasts as long as that of the slowest rank. "lost" is the
-step's time beyond the mean step alone, "exposed" what compute stood still for FSDP's units (`gem_parallel.Exposed`),
-"work" the useful FLOPs of the heaviest rank over the mean, "plan" what `gem_parallel.predict` makes of the times alone
-and the collectives' `--profile`. Lengths of histories are lognormal; balanced rows deal them by base batch shuffling.
+Alone and together the layers are replayed from CUDA graphs, but for rows that say otherwise and those with experts on
+other cards. A step has `--parts` parts, whose gradients are reduced after the last, and ends with clipping and AdamW,
+tables included; it lasts as long as that of the slowest rank. "lost" is the step's time beyond the mean step alone,
+"exposed" what compute stood still for FSDP's units (`gem_parallel.Exposed`), "work" the useful FLOPs of the heaviest
+rank over the mean, "loss" and "norm" what the first step of all came to (rows with the same samples agree but for
+dropout), "plan" what `gem_parallel.predict` makes of the times alone and the collectives' `--profile`. Lengths of
+histories are lognormal; balanced rows deal them by base batch shuffling.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from gem_data.balance.methods import LengthCost, assign
 from gem_data.balance.simulate import Lognormal
 from gem_model import GEM, ModelInputs, preset
 from gem_model.flops import batch_flops
+from gem_model.replay import Replay
+from gem_model.replay_sharded import ShardedReplay
 from gem_model.roles import roles
 from gem_model.testing import RandomBatch, random_batch
 from gem_parallel import (
@@ -59,6 +63,7 @@ from gem_parallel import (
 )
 from gem_parallel.bench.results import write
 from gem_parallel.comm.payload import Fp8Payload
+from gem_parallel.planning.layout import place_tables, step_ops
 from gem_train.planning import describe
 
 WARM_UP, STEPS = 2, 3
@@ -76,18 +81,28 @@ class Row:
     payload: bool = False
     balanced: bool = True
     strong: bool = False
+    graphs: bool = True
+    parts: int = 0  # as many as are asked for first
+
+    @property
+    def replayed(self) -> bool:
+        """Whether graphs run the layers."""
+        return self.graphs and self.config.experts == 1
 
 
-def table(world: int) -> list[Row]:
-    """The rows of a world of this size."""
+def table(world: int, parts: list[int]) -> list[Row]:
+    """The rows of a world of this size, and for further numbers of parts the fastest."""
     fast = replace(ONE_D, comm=SM_FREE)
     small = replace(fast, table_exchange="bf16")
     rows = [
+        Row(name="plain, no graphs", config=PLAIN, balanced=False, graphs=False),
         Row(name="plain", config=PLAIN, balanced=False),
         Row(name="+ prefetch", config=ONE_D, balanced=False),
         Row(name="+ SM-free", config=fast, balanced=False),
         Row(name="+ quantised", config=small, payload=True, balanced=False),
         Row(name="+ balanced", config=small, payload=True),
+        Row(name="balanced, SMs", config=ONE_D),
+        *(Row(name=f"balanced, SMs, {n} parts", config=ONE_D, parts=n) for n in parts[1:]),
         Row(name="strong, 1-D", config=fast, strong=True),
         Row(name="strong, 1-D, SMs", config=ONE_D, strong=True),
         Row(name="2-D FSDP", config=replace(fast, shard_group=world // 2)),
@@ -112,7 +127,7 @@ class Bench:
         self.inputs: ModelInputs = gem_memory.inputs(args.model)
         rng = np.random.default_rng(0)
         self.lengths = {
-            s.name: Lognormal(median=s.max_len / 3, sigma=0.8, cap=s.max_len)(rng, world * args.batch)
+            s.name: Lognormal(median=s.max_len / 3, sigma=0.8, cap=s.max_len)(rng, world * args.batch * max(args.parts))
             for s in self.inputs.sources
         }
         width = preset(args.model).width
@@ -123,32 +138,42 @@ class Bench:
         """The model's configuration; an ensemble has two experts for every rank of the expert axis."""
         return preset(self.args.model, dropout=0.1, experts=("wukong",) * (2 * experts if experts > 1 else 0))
 
-    def deal(self, samples: int, balanced: bool) -> np.ndarray:
-        """Who has which of the first `samples` samples: [ranks, share]."""
-        return assign(
-            self.costs[:samples],
-            self.world,
-            method="bbs" if balanced else "none",
-            sub_batch=max(1, samples // self.world // 8),
-        )
+    def deal(self, share: int, parts: int, balanced: bool) -> list[np.ndarray]:
+        """Who has which samples of each part: [ranks, share]."""
+        found = []
+        for part in range(parts):
+            begin = part * self.world * self.args.batch
+            whole = slice(begin, begin + self.world * share)
+            method, sub_batch = "bbs" if balanced else "none", max(1, share // 8)
+            found.append(begin + assign(self.costs[whole], self.world, method=method, sub_batch=sub_batch))
+        return found
 
-    def batch(self, mine: np.ndarray, device: torch.device) -> RandomBatch:
-        """Random samples with the lengths of those."""
-        lengths = {name: n[mine].tolist() for name, n in self.lengths.items()}
-        return random_batch(self.inputs, len(mine), seed=int(mine[0]), lengths=lengths, single_valued=True).to(device)
+    def batches(self, dealt: list[np.ndarray], rank: int, device: torch.device) -> list[RandomBatch]:
+        """Random samples with the lengths of those that a rank has."""
+        found = []
+        for part in dealt:
+            mine = part[rank]
+            lengths = {name: n[mine].tolist() for name, n in self.lengths.items()}
+            batch = random_batch(self.inputs, len(mine), seed=int(mine[0]), lengths=lengths, single_valued=True)
+            found.append(batch.to(device))
+        return found
 
-    def work(self, dealt: np.ndarray, experts: int) -> float:
-        """FLOPs of the heaviest rank over the mean."""
+    def work(self, dealt: list[np.ndarray], experts: int) -> float:
+        """FLOPs of each part's heaviest rank over the mean: ranks meet in every part."""
         flops = [
-            batch_flops(self.shape(experts), self.inputs, {k: n[mine] for k, n in self.lengths.items()})
-            for mine in dealt
+            [
+                batch_flops(self.shape(experts), self.inputs, {k: n[mine] for k, n in self.lengths.items()})
+                for mine in part
+            ]
+            for part in dealt
         ]
-        return max(flops) / statistics.mean(flops)
+        return sum(map(max, flops)) / sum(map(statistics.mean, flops))
 
-    def make(self, config: ParallelConfig, runtime: Runtime, payload: bool = False) -> tuple[ParallelModel, Any]:
-        """The model laid out and its optimizer."""
+    def make(self, row: Row, runtime: Runtime, experts: int) -> tuple[ParallelModel, Any]:
+        """The model laid out and its optimizer; an ensemble for so many ranks of an expert axis."""
+        config = row.config
         torch.manual_seed(0)
-        model = GEM(self.shape(config.experts), self.inputs, device=runtime.device)
+        model = GEM(self.shape(experts), self.inputs, device=runtime.device)
         units = model.units()
         parallel = parallelize(
             model,
@@ -157,40 +182,69 @@ class Bench:
             runtime,
             sparse=RowWiseAdagrad(lr=0.01),
             units=units,
-            payload=Fp8Payload() if payload else None,
+            payload=Fp8Payload() if row.payload else None,
         )
+        if row.replayed and runtime.device.type == "cuda":
+            layers = parallel.module.layers
+            layers.replay = (Replay if runtime.world == 1 else ShardedReplay)(layers)
         groups = optimizer_groups([{"params": parallel.dense_parameters()}])
         return parallel.train(), torch.optim.AdamW(groups, lr=1e-3, fused=True)
 
 
-def step(parallel: ParallelModel, optimizer: Any, batch: RandomBatch, device: torch.device) -> Iterator[str]:
-    """One update, a name after each phase."""
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-        loss = parallel.module.loss(parallel(batch), batch)  # type: ignore[operator]
-    yield "forward"
-    loss.backward()
-    yield "backward"
-    parallel.clip_grad_norm_(1.0)
+def step(
+    parallel: ParallelModel, optimizer: Any, batches: list[RandomBatch], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """One update, a name and a number (loss, norm) after each phase of each part."""
+    for i, batch in enumerate(batches):
+        parallel.reduce_gradients(i + 1 == len(batches))
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            loss = parallel.module.loss(parallel(batch), batch) / len(batches)  # type: ignore[operator]
+        yield "forward", loss.detach()
+        loss.backward()
+        yield "backward", loss.detach()
+    norm = parallel.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    yield "optimizer"
+    yield "optimizer", norm
 
 
-def timed(parallel: ParallelModel, optimizer: Any, batch: RandomBatch, runtime: Runtime) -> tuple[float, list[float]]:
-    """Milliseconds of a step among others on the slowest rank; of forward and backward of one that waits in between."""
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Of steps on one row's samples."""
+
+    ms: float  # of a step among others, on the slowest rank
+    forward_ms: float  # of a step that waits after each phase, on this rank
+    backward_ms: float
+    loss: float  # of the first step, the mean over ranks
+    norm: float
+
+
+def timed(parallel: ParallelModel, optimizer: Any, batches: list[RandomBatch], runtime: Runtime) -> Timing:
+    """The first step captures what is to be replayed."""
     device = runtime.device
-    for _ in range(WARM_UP):
-        list(step(parallel, optimizer, batch, device))
-    began = now(device)
-    phases = []
-    for _ in step(parallel, optimizer, batch, device):
-        phases.append((now(device) - began) * 1e3)
+    loss = norm = 0.0
+    for phase, value in step(parallel, optimizer, batches, device):
+        loss += float(value) if phase == "forward" else 0.0
+        norm = float(value)
+    for _ in range(WARM_UP - 1):
+        list(step(parallel, optimizer, batches, device))
+    began, phases = now(device), {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    for phase, _ in step(parallel, optimizer, batches, device):
+        ended = now(device)
+        phases[phase] += (ended - began) * 1e3
+        began = ended
     runtime.barrier("the other ranks' warm-up")
     began = now(device)
     for _ in range(STEPS):
-        list(step(parallel, optimizer, batch, device))
+        list(step(parallel, optimizer, batches, device))
     took = (now(device) - began) * 1e3 / STEPS
-    return max(runtime.gather(took, "a row's time")), [phases[0], phases[1] - phases[0]]
+    return Timing(
+        ms=max(runtime.gather(took, "a row's time")),
+        forward_ms=phases["forward"],
+        backward_ms=phases["backward"],
+        loss=statistics.mean(runtime.gather(loss, "a row's loss")),
+        norm=norm,
+    )
 
 
 def now(device: torch.device) -> float:
@@ -210,42 +264,58 @@ def clear(device: torch.device) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """What the first card does by itself."""
+    """What one card does by itself."""
 
-    rows: list[dict[str, float]]  # its own samples, for each of several batch sizes
-    mean_ms: float  # of a step, over the samples of all cards
-    spec: ModelSpec  # the planner's view of its first batch
-
-
-def alone(bench: Bench, experts: int, shares: list[int]) -> Alone:
-    """Called by the first rank alone: tables of a world of one lie on the first card."""
-    rows, steps = [], []
-    dealt = bench.deal(bench.world * bench.args.batch, False)
-    with start(bench.args.device) as runtime:
-        clear(runtime.device)
-        parallel, optimizer = bench.make(replace(PLAIN, experts=1), runtime)
-        for rank, share in [*((0, share) for share in shares), *((rank, shares[0]) for rank in range(1, bench.world))]:
-            mine = dealt[rank][:share]
-            batch = bench.batch(mine, runtime.device)
-            ms, (forward, backward) = timed(parallel, optimizer, batch, runtime)
-            if rank == 0:
-                rows.append({"batch": len(mine), "ms": ms, "forward_ms": forward, "backward_ms": backward})
-            if share == shares[0]:
-                steps.append(ms)
-        whole = bench.batch(dealt[0], torch.device("cpu"))
-        precision = "bf16" if runtime.device.type == "cuda" else "fp32"
-        spec = describe(bench.args.model, bench.shape(experts), bench.inputs, whole, precision=precision)
-    return Alone(rows=rows, mean_ms=statistics.mean(steps), spec=spec)
+    ms: dict[tuple[int, int], float]  # of a step, by experts and parts
+    rows: list[dict[str, float]]  # a part of each of several sizes, on the first card
+    spec: ModelSpec | None  # the planner's view of the first card's samples
 
 
-def apart(world: int) -> dict[int, Alone]:
-    """The first card alone, in a process of its own: all ranks of a world must have made equally many groups."""
+def alone(bench: Bench, rank: int, experts: list[int], shares: list[int]) -> Alone:
+    """In a process that has one card, on the samples of `rank`."""
+    ms, rows, spec = {}, [], None
+    args = bench.args
+    with start(args.device) as runtime:
+        for count in experts:
+            clear(runtime.device)
+            row = Row(name="alone", config=PLAIN, graphs=not args.launched)
+            parallel, optimizer = bench.make(row, runtime, count)
+            for parts in args.parts if count == 1 else args.parts[:1]:
+                batches = bench.batches(bench.deal(args.batch, parts, False), rank, runtime.device)
+                found = timed(parallel, optimizer, batches, runtime)
+                ms[count, parts] = found.ms
+            for share in shares if rank == 0 and count == 1 else []:
+                batches = bench.batches(bench.deal(share, 1, False), rank, runtime.device)
+                found = timed(parallel, optimizer, batches, runtime)
+                passes = {"forward_ms": found.forward_ms, "backward_ms": found.backward_ms}
+                rows.append({"batch": share, "ms": found.ms, **passes})
+            if rank == 0 and count == 1:
+                whole = bench.batches(bench.deal(args.batch, 1, False), 0, torch.device("cpu"))[0]
+                precision = "bf16" if runtime.device.type == "cuda" else "fp32"
+                spec = describe(args.model, bench.shape(1), bench.inputs, whole, precision=precision)
+            forget(parallel)
+            del parallel, optimizer
+    return Alone(ms=ms, rows=rows, spec=spec)
+
+
+def forget(parallel: ParallelModel) -> None:
+    """Let go of the graphs."""
+    if parallel.module.layers.replay is not None:
+        parallel.module.layers.replay.forget()
+        parallel.module.layers.replay = None
+
+
+def apart(bench: Bench, rank: int) -> Alone:
+    """This card alone, in a process of its own: tables of a world of one lie on the first card that it sees."""
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "alone"
         one = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-        call = [sys.executable, __file__, *sys.argv[1:], "--alone", str(file), "--alone-of", str(world)]
+        one |= {"CUDA_VISIBLE_DEVICES": cards[int(os.environ.get("LOCAL_RANK", 0)) % len(cards)], "MASTER_PORT": "0"}
+        call = [sys.executable, __file__, *sys.argv[1:], "--alone", str(file), str(rank), str(bench.world)]
         subprocess.run(call, env=os.environ | one, check=True)
-        return {experts: Alone(**single) for experts, single in pickle.loads(file.read_bytes()).items()}
+        found: Alone = Alone(**pickle.loads(file.read_bytes()))
+        return found
 
 
 def links(files: list[Path], runtime: Runtime) -> Profile:
@@ -277,10 +347,11 @@ def predicted(
 ) -> dict[str, float] | None:
     """Step and memory by the planner; no prediction for expert layouts, whose experts the description counts as dense.
 
-    The heaviest rank sets the pace: compute counts `work` times.
+    The heaviest rank sets the pace: compute counts `work` times. All parts of a step but the last end before the
+    optimizer. Without graphs the times alone say nothing.
     """
     config, world = row.config, bench.world
-    if config.experts > 1:
+    if config.experts > 1 or not row.replayed:
         return None
     layout = Layout(
         world=world,
@@ -294,37 +365,49 @@ def predicted(
     if row.payload:
         spec = replace(spec, gather_bytes=1)
     found = predict(spec, topology, layout, batch, profile=profile)
-    return {
-        "ms": (found.step_s + (work - 1) * found.compute_s) * 1e3,
-        "memory_gib": found.memory["peak"] / 2**30,
-    }
+    update = optimizer_seconds(spec, topology, layout, batch, profile)
+    parts = row.parts or bench.args.parts[0]
+    one = found.step_s + (work - 1) * (found.compute_s - update)
+    return {"ms": (parts * (one - update) + update) * 1e3, "memory_gib": found.memory["peak"] / 2**30}
+
+
+def optimizer_seconds(spec: ModelSpec, topology: Topology, layout: Layout, batch: int, profile: Profile) -> float:
+    """Of a predicted step."""
+    load = place_tables(spec, layout.table_shard)
+    return sum(op.seconds for op in step_ops(spec, layout, load, batch, topology, profile) if op.kind == "optimizer")
 
 
 def run_row(bench: Bench, row: Row, runtime: Runtime) -> dict[str, Any]:
     """Measure one row; called by all ranks."""
     clear(runtime.device)
     share = bench.args.batch // (bench.world if row.strong else 1)
-    dealt = bench.deal(share * bench.world, row.balanced)
-    parallel, optimizer = bench.make(row.config, runtime, row.payload)
-    batch = bench.batch(dealt[runtime.rank], runtime.device)
-    ms, _ = timed(parallel, optimizer, batch, runtime)
+    parts = row.parts or bench.args.parts[0]
+    dealt = bench.deal(share, parts, row.balanced)
+    parallel, optimizer = bench.make(row, runtime, row.config.experts)
+    batches = bench.batches(dealt, runtime.rank, runtime.device)
+    found = timed(parallel, optimizer, batches, runtime)
     with Exposed(parallel.module) as meter:
-        list(step(parallel, optimizer, batch, runtime.device))
+        list(step(parallel, optimizer, batches, runtime.device))
     exposed = {k: sum(unit[k] for unit in meter.seconds().values()) * 1e3 for k in ("forward", "backward", "reduce")}
     held = parallel.table_memory()
     peak = torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else 0
     chosen = "; ".join(f"{c.what}: {c.how}" for c in parallel.collectives.choices) if parallel.collectives else ""
+    forget(parallel)
     return {
         "case": row.name,
         "op": "train",
         "pass": "step",
         "scaling": "strong" if row.strong else "weak",
         "batch": share,
-        "ms": ms,
-        "samples_per_s": share * bench.world / ms * 1e3,
+        "parts": parts,
+        "graphs": row.replayed and runtime.device.type == "cuda",
+        "ms": found.ms,
+        "samples_per_s": share * parts * bench.world / found.ms * 1e3,
         "exposed_ms": max(runtime.gather(sum(exposed.values()), "exposed communication")),
         "exposed": exposed,
         "work": bench.work(dealt, row.config.experts),
+        "loss": found.loss,
+        "norm": found.norm,
         "memory_gib": peak / 2**30,
         "tables_mib": (held["weights"] + held["moments"]) / 2**20,
         "collectives": chosen,
@@ -336,55 +419,66 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--model", default="large")
-    parser.add_argument("--batch", type=int, default=96, help="samples of a card (weak), of all (strong)")
+    parser.add_argument("--batch", type=int, default=256, help="samples of a card and part (weak), of all (strong)")
+    parser.add_argument("--parts", type=int, nargs="+", default=[1], help="of a step; the first for all rows")
+    parser.add_argument("--launched", action="store_true", help="one card alone without CUDA graphs")
     parser.add_argument("--rows", nargs="+", help="only rows whose names contain one of these")
+    parser.add_argument("--only", nargs="+", help="only rows of these names")
     parser.add_argument("--profile", type=Path, nargs="+", default=[], help="measured collectives, for the plan")
-    parser.add_argument("--alone", type=Path, help="measure one card alone, for a world of --alone-of, into this file")
-    parser.add_argument("--alone-of", type=int, default=0)
+    parser.add_argument("--alone", nargs=3, metavar=("FILE", "RANK", "WORLD"), help="measure one card alone, into FILE")
     parser.add_argument("--seconds", type=float, default=540, help="no row begins after this many")
     parser.add_argument("--out", required=True, help="JSON file, written again after every row")
     args = parser.parse_args()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     began = time.perf_counter()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    bench = Bench(args, args.alone_of or world)
-    every = table(bench.world) if bench.world > 1 else []
+    bench = Bench(args, int(args.alone[2]) if args.alone else world)
+    every = table(bench.world, args.parts) if bench.world > 1 else []
     rows = [r for r in every if not args.rows or any(part in r.name for part in args.rows)]
+    rows = [r for r in rows if not args.only or r.name in args.only]
     shares = [args.batch, max(1, args.batch // max(2, bench.world))]  # the plan is fitted to these
     held_out = [max(1, args.batch * 3 // 4)]
-    found: dict[int, Alone] = {}
-    if args.alone is not None:
-        for experts in sorted({1, *(r.config.experts for r in rows)}):
-            found[experts] = alone(bench, experts, [*shares, *held_out] if experts == 1 else shares[:1])
-        args.alone.write_bytes(pickle.dumps({experts: vars(single) for experts, single in found.items()}))
+    if args.alone:
+        single = alone(bench, int(args.alone[1]), sorted({1, *(r.config.experts for r in rows)}), [*shares, *held_out])
+        Path(args.alone[0]).write_bytes(pickle.dumps(vars(single)))
         return 0
-    if rank == 0:
-        found = apart(world)
+    mine_alone = apart(bench, rank)
     store = Path(tempfile.gettempdir()) / f"scaling-{os.environ.get('MASTER_PORT', 0)}-{os.getppid()}"
     with start(args.device, init_method=f"file://{store}" if world > 1 else None) as runtime:
-        found = runtime.gather(found, "the steps of the first card alone")[0]
-        steps = {experts: single.mean_ms for experts, single in found.items()}
+        everyone = runtime.gather(mine_alone, "the steps of the cards alone")
+        steps = {key: statistics.mean(single.ms[key] for single in everyone) for key in everyone[0].ms}
         topology = Topology.detect(runtime.device.type)
-        mine, spec = found[1].rows, found[1].spec
+        mine, spec = everyone[0].rows, everyone[0].spec
+        assert spec is not None
         profile = links(args.profile, runtime).measured(units=units_profile(spec, mine[: len(shares)]))
         one_card = Layout(world=1, fsdp=1, table_shard=1)
         plans = {row["batch"]: predict(spec, topology, one_card, int(row["batch"]), profile=profile) for row in mine}
-        single = plans[args.batch]
+        single, parts = plans[args.batch], args.parts[0]
+        mean_ms = steps[1, parts]
         first = {
-            "case": "alone", "op": "train", "pass": "step", "batch": args.batch, "ms": mine[0]["ms"], "ratio": 1.0,
-            "samples_per_s": args.batch / steps[1] * 1e3, "mean_ms": steps[1], "batches": mine,
+            "case": "alone", "op": "train", "pass": "step", "batch": args.batch, "parts": parts, "ratio": 1.0,
+            "graphs": not args.launched and runtime.device.type == "cuda", "ms": mean_ms,
+            "samples_per_s": args.batch * parts / mean_ms * 1e3, "batches": mine,
+            "cards": [single.ms[1, parts] for single in everyone],
+            "of_parts": {n: steps[1, n] for n in args.parts},
             "plan": {"ms": single.step_s * 1e3, "memory_gib": single.memory["peak"] / 2**30},
             "plans": [{"batch": batch, "ms": plan.step_s * 1e3, "compute_ms": plan.compute_s * 1e3}
                       for batch, plan in plans.items()],
         }  # fmt: skip
         results: list[dict[str, Any]] = [first]
-        say(runtime, f"{args.model}, {args.batch} samples a card, {world} x {topology.device}")
-        say(runtime, f"{'row':22} {'step ms':>9} {'samples/s':>10} {'ratio':>6} {'lost':>7} {'exposed':>8} {'work':>6} "
-                     f"{'GiB':>6} {'tables':>8} {'plan ms':>8}")  # fmt: skip
-        say(runtime, f"{'alone':22} {steps[1]:9.2f} {first['samples_per_s']:10.0f} {1:6.3f} {'':34} "
-                     f"{'':6} {single.step_s * 1e3:8.2f}")  # fmt: skip
-        for measured in mine[1:]:
+        say(
+            runtime,
+            f"{args.model}, {args.batch} samples a card and part, {parts} parts a step, {world} x {topology.device}",
+        )
+        say(runtime, f"{'row':24} {'step ms':>9} {'samples/s':>10} {'ratio':>6} {'lost':>7} {'exposed':>8} {'work':>6} "
+                     f"{'loss':>7} {'norm':>7} {'GiB':>6} {'tables':>8} {'plan ms':>8}")  # fmt: skip
+        for n in args.parts:
+            cards = " ".join(f"{single.ms[1, n]:.1f}" for single in everyone)
+            rate = args.batch * n / steps[1, n] * 1e3
+            say(runtime, f"{f'alone, {n} parts':24} {steps[1, n]:9.2f} {rate:10.0f} {1:6.3f}   by card: {cards}")
+        for measured in mine:
             fitted = "" if measured["batch"] in shares else ", held out"
-            say(runtime, f"{'alone, ' + format(measured['batch'], '.0f') + fitted:22} {measured['ms']:9.2f} {'':49} "
+            say(runtime, f"{'alone, ' + format(measured['batch'], '.0f') + fitted:24} {measured['ms']:9.2f} {'':66} "
                          f"{plans[measured['batch']].step_s * 1e3:8.2f}")  # fmt: skip
         for row, number in zip(rows, itertools.count()):
             late = max(runtime.gather(time.perf_counter() - began, "the clock")) > args.seconds
@@ -392,7 +486,7 @@ def main() -> int:
                 say(runtime, f"no time for {', '.join(r.name for r in rows[number:])}")
                 break
             result = run_row(bench, row, runtime)
-            one = steps[row.config.experts]
+            one = steps[row.config.experts, result["parts"]]
             fair = one / (world if row.strong else 1)  # a perfect step
             result |= {"ratio": fair / result["ms"], "lost_ms": result["ms"] - fair}
             result["plan"] = predicted(bench, row, spec, profile, result["work"], topology)
@@ -400,9 +494,9 @@ def main() -> int:
             plan = f"{result['plan']['ms']:8.2f}" if result["plan"] else f"{'-':>8}"
             say(
                 runtime,
-                f"{row.name:22} {result['ms']:9.2f} {result['samples_per_s']:10.0f} {result['ratio']:6.3f} "
-                f"{result['lost_ms']:7.2f} {result['exposed_ms']:8.2f} {result['work']:6.3f} "
-                f"{result['memory_gib']:6.1f} {result['tables_mib']:8.1f} {plan}",
+                f"{row.name:24} {result['ms']:9.2f} {result['samples_per_s']:10.0f} {result['ratio']:6.3f} "
+                f"{result['lost_ms']:7.2f} {result['exposed_ms']:8.2f} {result['work']:6.3f} {result['loss']:7.4f} "
+                f"{result['norm']:7.3f} {result['memory_gib']:6.1f} {result['tables_mib']:8.1f} {plan}",
             )
             if runtime.is_main:
                 write(args.out, "scaling", results, world=world, model=args.model)

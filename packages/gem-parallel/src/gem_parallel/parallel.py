@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from gem_parallel.comm.apply import Collectives
@@ -120,6 +121,15 @@ class ParallelModel:
     def dense_parameters(self) -> list[nn.Parameter]:
         """The parameters for the dense optimizer."""
         return [param for _, param in self.named_dense_parameters()]
+
+    def reduce_gradients(self, on: bool) -> None:
+        """Whether the next backward passes reduce dense gradients over the ranks: in a step of several parts, only the
+        last one has to. Until then gradients are added up on each rank, which holds those of the whole model. Called
+        by all ranks alike. Tables are updated in every backward pass.
+        """
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(on, recurse=False)
 
     def set_sparse_lr(self, lr: float) -> None:
         """Learning rate of the tables from the next backward pass on."""
