@@ -94,7 +94,7 @@ def test_a_norm_that_writes_fp8_against_the_norm_and_the_layer(native, norm):
     leaf = x.clone().requires_grad_()
     gain, shift = fused.norm.weight, getattr(fused.norm, "bias", None)
     inputs = (leaf, gain, shift, fused.linear.weight, fused.linear.bias)
-    y = _NormLinear.apply(*inputs, fused.norm.eps, fused.linear.plan(x))
+    y = _NormLinear.apply(*inputs, fused.norm.eps, fused.linear.plan(x), None)
     found = [y, *torch.autograd.grad(y, [t for t in inputs if t is not None], g)]
     for got, right in zip(found, expected, strict=True):
         # The two norms differ in the last bit of float32 now and then, and E4M3 then by a step.

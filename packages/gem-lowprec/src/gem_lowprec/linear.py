@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gem_lowprec.linear_op import settings_of
-from gem_lowprec.products import Clock, Observer, Plan, Products, backward, forward
+from gem_lowprec.products import Clock, Observer, Plan, Products, Sink, backward, forward
+from gem_lowprec.quantize import QTensor
 from gem_lowprec.weight import QuantizedWeight
 
 __all__ = ["Clock", "LowPrecisionLinear", "Observer", "Products", "low_precision_linear"]
@@ -21,8 +22,10 @@ __all__ = ["Clock", "LowPrecisionLinear", "Observer", "Products", "low_precision
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
-        out, kept = forward(x, weight, bias, plan, keep=ctx.needs_input_grad[1])
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, given: QTensor | None, sink: Sink | None
+    ) -> Tensor:
+        out, kept = forward(x, weight, bias, plan, keep=ctx.needs_input_grad[1], given=given, sink=sink)
         ctx.plan, ctx.bias_dtype = plan, None if bias is None else bias.dtype
         none = x.new_empty(0)  # in the place of the tensors, which are saved apart
         ctx.kept = None if kept is None else replace(kept, data=none, scale=none)
@@ -40,7 +43,7 @@ class _Linear(torch.autograd.Function):
             data, scale = parts[0].view(ctx.kept.spec.element.dtype), parts[1].view(torch.float32)
             x = replace(ctx.kept, data=data, scale=scale)
         needs = ctx.needs_input_grad[:3]
-        return *backward(grad, x, weight, ctx.plan, bias_dtype=ctx.bias_dtype, needs=needs), None
+        return *backward(grad, x, weight, ctx.plan, bias_dtype=ctx.bias_dtype, needs=needs), None, None, None
 
 
 def low_precision_linear(
@@ -53,11 +56,15 @@ def low_precision_linear(
     seed: int = 0,
     stream: int = 0,
     observer: Observer | None = None,
+    given: QTensor | None = None,
+    sink: Sink | None = None,
 ) -> Tensor:
     """Y = X W^T + bias with a precision per product, differentiable once.
 
     x [..., K], weight [N, K], bias [N] -> [..., N] in the dtype of x, or in autocast's where that is on. `seed`,
-    `stream` (one per layer) and `clock` select the random numbers. Raises ValueError for shapes that do not fit.
+    `stream` (one per layer) and `clock` select the random numbers. `given` is Q(X) where somebody has made it; a `sink`
+    gets the product's operands instead of Y being written (`gem_lowprec.products`). Raises ValueError for shapes that
+    do not fit.
     """
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"expected x [..., K] and weight [N, K], got {list(x.shape)} and {list(weight.shape)}")
@@ -65,12 +72,12 @@ def low_precision_linear(
     clock = clock or Clock()
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     traced = torch.compiler.is_compiling() and observer is None and products.wgrad_every == 1
-    if traced and not isinstance(weight, QuantizedWeight):
+    if traced and not isinstance(weight, QuantizedWeight) and given is None and sink is None:
         keep = torch.is_grad_enabled() and weight.requires_grad
         settings = settings_of(products)
         out = torch.ops.gem_lowprec.linear(rows, weight, bias, clock.state, seed, stream, settings, keep)[0]
     else:
-        out = _eager(rows, weight, bias, products, dtype, clock, seed, stream, observer)
+        out = _eager(rows, weight, bias, products, dtype, clock, seed, stream, observer, given, sink)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -83,7 +90,7 @@ def _dtype(x: Tensor) -> torch.dtype:
 @torch.compiler.disable
 def _eager(
     x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, dtype: torch.dtype, clock: Clock, seed: int,
-    stream: int, observer: Observer | None,
+    stream: int, observer: Observer | None, given: QTensor | None, sink: Sink | None,
 ) -> Tensor:  # fmt: skip
     """Never traced: a compiled model has a graph break where a layer is watched, keeps a quantised weight, or has a
     weight gradient on some steps only."""
@@ -91,7 +98,7 @@ def _eager(
     plan = Plan(
         products=products, dtype=dtype, seed=seed, stream=stream, step=step, micro=micro, observer=observer
     )  # fmt: skip
-    return _Linear.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias, plan, given, sink)  # type: ignore[no-any-return]
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -140,13 +147,20 @@ class LowPrecisionLinear(nn.Linear):
             observer=self.observer,
         )  # fmt: skip
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        if self.too_few(input):
+    def takes_fp8(self, like: Tensor, rows: int) -> bool:
+        """Whether the product of so many rows would now read FP8 that a kernel before it writes. `like`: of the rows'
+        device and dtype.
+        """
+        few = rows < max(self.min_tokens, 1)
+        return not few and not torch.compiler.is_compiling() and self.plan(like).blockwise("forward", like)
+
+    def forward(self, input: Tensor, given: QTensor | None = None, sink: Sink | None = None) -> Tensor:
+        """[..., in_features] -> [..., out_features]; `given`, `sink`: see `low_precision_linear`."""
+        if self.too_few(input) and sink is None:
             return nn.functional.linear(input, self.weight, self.bias)
         return low_precision_linear(
             input, self.weight, self.bias, products=self.products, clock=self.clock, seed=self.seed, stream=self.stream,
-            observer=self.observer,
+            observer=self.observer, given=given, sink=sink,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gem_lowprec.linear import LowPrecisionLinear
-from gem_lowprec.products import Plan, backward
+from gem_lowprec.products import Plan, Sink, backward, into, unwritten
 from gem_lowprec.quantize import FP8_128X128, QTensor
 
 
@@ -24,7 +24,7 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gain: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-        plan: Plan,
+        plan: Plan, sink: Sink | None,
     ) -> Tensor:  # fmt: skip
         from gem_lowprec.gemm import Operand
         from gem_lowprec.norms import norm_quantize  # imports Triton
@@ -32,6 +32,9 @@ class _NormLinear(torch.autograd.Function):
         q, norm = norm_quantize(x, gain, shift, eps=eps)
         ctx.save_for_backward(x, gain, shift, weight, norm.rstd, norm.mean)
         ctx.plan, ctx.eps, ctx.bias_dtype = plan, eps, None if bias is None else bias.dtype
+        if sink is not None:
+            into(sink, q, plan.weight("forward", weight), bias)
+            return unwritten(x.shape[0], weight, plan.dtype)
         a = Operand(value=x, role="input", quantized=q)
         return plan.run("forward", a, plan.weight("forward", weight), plan.dtype, bias)
 
@@ -63,7 +66,7 @@ class _NormLinear(torch.autograd.Function):
             grad_x, grad_gain, grad_shift = torch.ops.gem_kernels.norm_backward(
                 grad_n.to(x.dtype), None, x, gain, shift, *settings
             )
-        return grad_x, grad_gain, grad_shift if shift is not None else None, grad_weight, grad_bias, None, None
+        return grad_x, grad_gain, grad_shift if shift is not None else None, grad_weight, grad_bias, None, None, None
 
 
 class LowPrecisionNormLinear(NormLinear):
@@ -85,18 +88,28 @@ class LowPrecisionNormLinear(NormLinear):
         new.norm, new.linear = module.norm, module.linear
         return new.train(module.training)
 
-    def forward(self, x: Tensor, *residual: Any, **named: Any) -> Any:
-        """[..., in_features] -> [..., out_features]; with a residual as `NormLinear` does it, unfused."""
+    def forward(self, x: Tensor, *residual: Any, sink: Sink | None = None, **named: Any) -> Any:
+        """[..., in_features] -> [..., out_features]; with a residual as `NormLinear` does it, unfused. A `sink` (see
+        `low_precision_linear`) wants a module that `takes_fp8`.
+        """
         plain = all(r is None for r in (*residual, *named.values()))
-        if torch.compiler.is_compiling() or not plain or not self._fuses(x):
+        if not plain or not self.takes_fp8(x):
+            assert sink is None
             return super().forward(x, *residual, **named)
         gain, shift = self.norm.weight, getattr(self.norm, "bias", None)
         out = _NormLinear.apply(
-            x.flatten(0, -2), gain, shift, self.linear.weight, self.linear.bias, self.norm.eps, self.linear.plan(x)
+            x.flatten(0, -2),
+            gain,
+            shift,
+            self.linear.weight,
+            self.linear.bias,
+            self.norm.eps,
+            self.linear.plan(x),
+            sink,
         )
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _fuses(self, x: Tensor) -> bool:
-        rows = x.ndim > 1 and x.numel() > 0 and x.shape[-1] <= 8192
-        rows = rows and not self.linear.too_few(x)
-        return rows and x.is_cuda and self.linear.observer is None and self.linear.plan(x).blockwise("forward", x)
+    def takes_fp8(self, x: Tensor) -> bool:
+        """Whether the norm of x would now write FP8 for the projection."""
+        rows = x.numel() // x.shape[-1] if x.ndim > 1 else 0
+        return x.is_cuda and x.shape[-1] <= 8192 and self.linear.takes_fp8(x, rows)

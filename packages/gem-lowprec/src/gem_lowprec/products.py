@@ -26,6 +26,7 @@ from gem_lowprec.weight import QuantizedWeight
 
 READABLE = (torch.bfloat16, torch.float16, torch.float32)  # what `quantize_both` reads
 Observer = Callable[[str, str, Tensor, QTensor], None]  # product, role, what was quantised, its quantisation
+Sink = Callable[[QTensor, QTensor, Tensor | None], None]  # X, W and the bias of a product that goes elsewhere
 
 
 class Clock:
@@ -153,17 +154,36 @@ class Plan:
         return Operand(value=weight.t() if transposed else weight, role="weight", quantized=q)
 
 
+def unwritten(rows: int, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """What stands for a product [rows, N] that goes to a sink: its shape, no memory, NaN for whoever reads it."""
+    return torch.full((), torch.nan, dtype=dtype, device=weight.device).expand(rows, weight.shape[0])
+
+
+def into(sink: Sink, x: QTensor | None, weight: Operand, bias: Tensor | None) -> None:
+    """Give a sink the forward's operands; both must be quantised."""
+    assert x is not None
+    assert weight.quantized is not None
+    sink(x, weight.quantized, None if bias is None else bias.detach())
+
+
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, *, keep: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, *, keep: bool, given: QTensor | None = None,
+    sink: Sink | None = None,
 ) -> tuple[Tensor, QTensor | None]:  # fmt: skip
-    """Y, and X^T quantised where that is all that backward wants of X (`keep`: it wants something)."""
-    row = col = None
-    if plan.blockwise("forward", x) and x.numel():
+    """Y, and X^T quantised where that is all that backward wants of X (`keep`: it wants something).
+
+    `given`: X as the forward reads it, where somebody has it already. With a `sink` Y is `unwritten`.
+    """
+    row, col = given, None
+    if row is None and plan.blockwise("forward", x) and x.numel():
         from gem_lowprec.orientations import quantize_both
 
         kept = keep and plan.has_wgrad and plan.blockwise("wgrad", x)
         both = quantize_both(x, FP8_1X128, col=kept, col_spec=FP8_128X128)
         row, col = both.row, both.col
+    if sink is not None:
+        into(sink, row, plan.weight("forward", weight), bias)
+        return unwritten(x.shape[0], weight, plan.dtype), col
     a = Operand(value=x, role="input", quantized=row)
     return plan.run("forward", a, plan.weight("forward", weight), plan.dtype, bias), col
 
@@ -189,6 +209,12 @@ def backward(
         grad_x = plan.run("dgrad", a, plan.weight("dgrad", weight), plan.dtype)
     if wgrad:
         a = Operand(value=grad.t(), role="grad_output", randoms=plan.randoms("wgrad"), quantized=col)
+        if isinstance(x, Tensor) and plan.blockwise("wgrad", x) and x.numel():
+            from gem_lowprec.orientations import quantize_both
+
+            turned = quantize_both(x, FP8_128X128, row=False).col
+            assert turned is not None
+            x = turned
         if isinstance(x, QTensor):
             b = Operand(value=x.data, role="input", quantized=x)
         else:

@@ -1,9 +1,10 @@
-"""For tests: run a function of a test file on a few ranks of one machine."""
+"""For tests: run a function of a test file on a few ranks of one machine; which kernels a call launches."""
 
 from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,3 +37,19 @@ def _rank(rank: int, file: str, function: str, folder: Path, ranks: int) -> None
         getattr(module, function)(folder)
     finally:
         dist.destroy_process_group()
+
+
+def kernels_of(run: Callable[[], object]) -> list[str]:
+    """The names of the kernels that a call launches on the GPU, in their order, as the profiler sees them; the call is
+    made once before, so that nothing is built in it.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    events = [e for e in found.events() if e.device_type == DeviceType.CUDA]
+    return [e.name for e in sorted(events, key=lambda e: e.time_range.start)]

@@ -28,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gem_lowprec.attention.epilogue import store_scaled_rows
+
 KEYS = gl.constexpr(128)  # keys that share the scales of K and V, a whole step
 SHIFT = gl.constexpr(8.0)  # P is at most 2^8, E4M3 goes to 448
 
@@ -224,12 +226,28 @@ def _pass(step, n, barriers, KS: gl.constexpr):
 
 
 @gluon.jit
+def _quantised(
+    acc, out, eighths, buf, out_row, rows, head, D: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr
+):  # fmt: skip
+    """One block of O in E4M3, of the values that O has in its own dtype, with a scale for each row and head."""
+    _o_desc, o_ptr, _lse_ptr, heads = out
+    data_ptr, scale_ptr, pitch = eighths
+    y = acc.to(o_ptr.dtype.element_ty).to(gl.float32)
+    to = scale_ptr + head * pitch
+    BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    tma.store_wait(0)  # of the O before, from the same memory
+    bytes_ = buf._reinterpret(gl.uint8, [BLOCK, D], BYTES)
+    store_scaled_rows(y, data_ptr + head * D, heads * D, to, 1, out_row, rows, THRESHOLD, EMAX, bytes_)
+
+
+@gluon.jit
 def _consume(
     W: gl.constexpr, shared, SHORT_K: gl.constexpr, SHORT_V: gl.constexpr, D: gl.constexpr, NC: gl.constexpr,
-    KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr,
+    KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr, ALSO: gl.constexpr,
+    THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile; the tiles' first blocks go round, so that none is idle for long where they have few."""
-    scale, scales, out, records, buffers, q_barriers, barriers = shared
+    scale, scales, out, eighths, records, buffers, q_barriers, barriers = shared
     record, record_full, record_empty = records
     q_buf, k_buf, v_buf, o_buf = buffers
     q_full, q_empty = q_barriers
@@ -291,12 +309,18 @@ def _consume(
                     sk = sk_after
                     lv = lv_after
                 mbarrier.arrive(q_empty.index(slot), count=1)
+                if ALSO:
+                    whole = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OL))[:, None]
+                    _quantised(whole, out, eighths, o_buf.index(W), out_row, mine, head, D, THRESHOLD, EMAX)
                 _finish(acc, m, total, out, o_buf.index(W), out_row, mine, head, D, OL)
             else:
                 mbarrier.wait(q_full.index(slot), (tile // QS) & 1)
                 mbarrier.arrive(q_empty.index(slot), count=1)
                 if mine > 0:
                     _no_keys(out, out_row, mine, head, D, OL)
+                    if ALSO:
+                        nothing = gl.zeros([BLOCK, D], gl.float32, OL)
+                        _quantised(nothing, out, eighths, o_buf.index(W), out_row, mine, head, D, THRESHOLD, EMAX)
                 _pass(step, shorts + wholes, barriers, KS)
             step += shorts + wholes
             w = (w + 2 * NC - gl.cdiv(rows, BLOCK)) % NC
@@ -304,15 +328,17 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_heads"])
+@gluon.jit(do_not_specialize=["heads", "kv_heads", "o8_pitch"])
 def forward_kernel(
     q_desc, k_desc, v_desc, k_short, v_short, o_desc, o_ptr, lse_ptr, q_scale_ptr, kv_scale_ptr, heads, kv_heads,
-    tiles_ptr, count_ptr, cursor_ptr, scale,
+    tiles_ptr, count_ptr, cursor_ptr, o8_ptr, o8_scale_ptr, o8_pitch, scale,
     D: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr,
-    REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
+    REGS: gl.constexpr, LOADER_REGS: gl.constexpr, ALSO: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
 ):  # fmt: skip
     """O and LSE. Q [T, H, D] and K [T, Hkv, D] in E4M3, V^T [blocks, Hkv, D, 128] (keys of 16 permuted), the scales of
     Q [T, H], of K and log2 of those of V [blocks, Hkv, 2]; `scale` holds log2(e) as a factor.
+    ALSO (D 128): O in E4M3, too, [T, H 128], with a scale for each row and head, [H, pitch]: what a projection of O
+    reads.
     """
     gl.static_assert(NC == 3 or NC == 2, "a partition for each consumer is written out below")
     q_buf = gl.allocate_shared_memory(gl.float8e4nv, [QS * NC, BLOCK, 1, D], q_desc.layout)
@@ -347,16 +373,17 @@ def forward_kernel(
     SK: gl.constexpr = k_short.layout
     SV: gl.constexpr = v_short.layout
     out = (o_desc, o_ptr, lse_ptr, heads)
+    eighths = (o8_ptr, o8_scale_ptr, o8_pitch)
     scales = (q_scale_ptr, kv_scale_ptr, kv_heads)
     queries = (q_desc, tiles_ptr, count_ptr, cursor_ptr)
     keys = (k_desc, v_desc, k_short, v_short, kv_heads)
-    shared = (scale, scales, out, records, buffers, q_barriers, barriers)
+    shared = (scale, scales, out, eighths, records, buffers, q_barriers, barriers)
     if NC == 3:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP)),
-                (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP)),
-                (_consume, (2, shared, SK, SV, D, NC, KS, QS, GROUP)),
+                (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
+                (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
+                (_consume, (2, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
                 (_load_queries, (queries, records, q_buf, q_full, q_empty, NC, QS)),
                 (_load_keys, (keys, records, (k_buf, v_buf), barriers, KS, GROUP, D)),
             ],
@@ -366,8 +393,8 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP)),
-                (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP)),
+                (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
+                (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
                 (_load_queries, (queries, records, q_buf, q_full, q_empty, NC, QS)),
                 (_load_keys, (keys, records, (k_buf, v_buf), barriers, KS, GROUP, D)),
             ],

@@ -31,11 +31,13 @@ class Config:
         """The tile shape for the schedule."""
         return TileShape(consumers=self.consumers, step=BLOCK)
 
-    def constants(self, dim: int, group: int) -> dict[str, Any]:
+    def constants(self, dim: int, group: int, *, also: bool = False) -> dict[str, Any]:
         """The compile-time arguments of `forward_kernel`."""
+        powers = operand_constants(dim)
         return {
             "D": dim, "NC": self.consumers, "KS": self.stages, "QS": 2, "GROUP": group,
             "REGS": 160 if self.consumers == 3 else 240, "LOADER_REGS": 32,
+            "ALSO": also, "THRESHOLD": powers["THRESHOLD"], "EMAX": powers["EMAX"],
         }  # fmt: skip
 
 
@@ -58,17 +60,20 @@ def _descriptor(x: Tensor, shape: tuple[int, ...], block: tuple[int, ...]) -> An
 
 @on_its_device
 def _forward(
-    q: Tensor, operands: Operands, scale: float, config: Config, tiles: Tiles | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, operands: Operands, scale: float, config: Config, tiles: Tiles | None, also: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from gem_lowprec.attention.forward_kernel import forward_kernel
 
     (rows, heads, dim), (keys, kv_heads, _) = q.shape, operands.k.shape
     out = torch.empty(rows, heads, dim, dtype=operands.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    # Where nothing is written, something of the type.
+    data = torch.empty(rows if also else 0, heads * dim, dtype=torch.uint8, device=q.device)
+    data_scale = torch.empty(heads if also else 0, -(-rows // 4) * 4, dtype=torch.float32, device=q.device)
     if rows == 0:
-        return out, lse
+        return out, lse, data, data_scale
     if keys == 0:
-        return out.zero_(), lse.fill_(float("-inf"))
+        return out.zero_(), lse.fill_(float("-inf")), data.zero_(), data_scale.fill_(2.0**-127)
     if tiles is None:
         tiles = tile_lists.build(operands.q_offsets, operands.k_offsets, rows, heads, config.shape)
     lines = operands.v.numel() // BLOCK
@@ -78,10 +83,10 @@ def _forward(
         _descriptor(operands.v, v_shape, (dim, BLOCK)), _descriptor(operands.k, k_shape, (64, 1, dim)),
         _descriptor(operands.v, v_shape, (dim, 64)), _descriptor(out, (rows, heads, dim), (64, 1, dim)), out, lse,
         operands.q_scale, operands.kv_scale,
-        heads, kv_heads, tiles.table, tiles.count, tiles.cursor, scale * LOG2E,
-        **config.constants(dim, heads // kv_heads), num_warps=4,
+        heads, kv_heads, tiles.table, tiles.count, tiles.cursor, data, data_scale, data_scale.shape[1], scale * LOG2E,
+        **config.constants(dim, heads // kv_heads, also=also), num_warps=4,
     )  # fmt: skip
-    return out, lse
+    return out, lse, data, data_scale
 
 
 def compile_cases() -> list[CompileCase]:
@@ -103,11 +108,15 @@ def compile_cases() -> list[CompileCase]:
         }  # fmt: skip
         pointers = {"o_ptr": "*bf16", "lse_ptr": "*fp32", "q_scale_ptr": "*fp32", "kv_scale_ptr": "*fp32"}
         pointers |= dict.fromkeys(("tiles_ptr", "count_ptr", "cursor_ptr"), "*i32")
+        pointers |= {"o8_ptr": "*u8", "o8_scale_ptr": "*fp32"}
+        both = Config().constants(dim, 1, also=True)
+        whole = (("forward and rows", forward_kernel, descriptors | pointers | {"scale": "fp32"}, both),)
         small = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
         small |= dict.fromkeys(("q_offsets", "k_offsets"), "*i64") | {"qs_ptr": "*fp32", "kvs_ptr": "*fp32"}
         small |= dict.fromkeys(("qd_ptr", "kd_ptr", "vd_ptr"), "*u8")
         for name, kernel, types, values in (
             ("forward", forward_kernel, descriptors | pointers | {"scale": "fp32"}, Config().constants(dim, 1)),
+            *whole[: dim == BLOCK],
             ("operands", quantise_kernel, small, operand_constants(dim)),
             ("operands back", dequantise_kernel, small, {"D": dim}),
         ):
@@ -116,7 +125,7 @@ def compile_cases() -> list[CompileCase]:
                 CompileCase(
                     name=f"fp8 attention {name} d{dim}", kernel=kernel, signature=known, constants=values, arch=(90,),
                     divisible=tuple(n for n in kernel.arg_names if n.endswith(("_ptr", "_row", "_head"))),
-                    tile=Tile(bm=64, bn=BLOCK), source=GluonASTSource, defined=name == "forward",
+                    tile=Tile(bm=64, bn=BLOCK), source=GluonASTSource, defined=kernel is forward_kernel,
                 )
             )  # fmt: skip
     return cases
@@ -129,4 +138,12 @@ def forward(
 
     tiles: the tile list of these offsets and this configuration, where several calls share one; None builds it.
     """
-    return _forward(operands.q, operands, scale, config or Config(), tiles)
+    return _forward(operands.q, operands, scale, config or Config(), tiles, False)[:2]
+
+
+def forward_with_rows(operands: Operands, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `forward`, and O once more in E4M3 for a projection of it: bytes [Tq, H D] and their scales [H, pitch]
+    float32, one for each row and head, as `block_gemm.block_matmul` loads them. D must be 128, the block of a scale.
+    """
+    assert operands.q.shape[2] == BLOCK
+    return _forward(operands.q, operands, scale, Config(), None, True)

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from gem_kernels.nn import JaggedAttention
+from gem_kernels.nn import JaggedAttention, NormLinear
+from torch import Tensor, nn
 
-from gem_lowprec.attention import low_precision_attention
+from gem_lowprec.attention import attention_engine, low_precision_attention
 from gem_lowprec.attention.emulated import AttentionPrecision
+from gem_lowprec.attention.operands import BLOCK
+from gem_lowprec.linear import LowPrecisionLinear
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _hooked(module: nn.Module) -> bool:
+    return any(getattr(module, name) for name in HOOKS)
+
+
+def _layer(projection: Any) -> Any:
+    """The linear layer of a projection with or without a norm."""
+    return projection.linear if isinstance(projection, NormLinear) else projection
 
 
 class LowPrecisionJaggedAttention(JaggedAttention):
@@ -15,9 +29,46 @@ class LowPrecisionJaggedAttention(JaggedAttention):
 
     `convert` makes one of a `JaggedAttention` where `Recipe.attention` asks for it: parameters, their names and the
     state_dict stay, projections are linear layers and have rules of their own.
+
+    Where `fp8` runs natively, the module attends to itself, heads have 128 dims, and nothing stands between the
+    packed projection and attention (no norm of heads, no rotary embedding), a projection in `fp8_block` writes q, k and
+    v in FP8 as attention reads them, and attention writes its result in FP8 for a projection in `fp8_block` after it:
+    no pass quantises between them.
     """
 
     precision: AttentionPrecision
+
+    def forward(self, x: Tensor, offsets: Tensor, max_len: int, *context: Any, **named: Any) -> Tensor:
+        """See `JaggedAttention`."""
+        if any(c is not None for c in (*context, *named.values())) or not self.writes_operands(x):
+            return super().forward(x, offsets, max_len, *context, **named)
+        from gem_lowprec.attention.projected import Into, attend
+
+        projection: Any = self.qkv
+        if type(projection) is NormLinear:
+            x, projection = projection.norm(x), projection.linear
+        dtype = _layer(projection).plan(x).dtype
+        into = Into(offsets, max_len, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype)
+        packed = projection(x, sink=into)
+        assert into.operands is not None
+        after: nn.Module = self.out
+        takes = isinstance(after, LowPrecisionLinear) and not _hooked(after)
+        takes = takes and after.takes_fp8(x.new_empty(0, dtype=dtype), x.shape[0])  # type: ignore[operator]
+        out, rows = attend(packed, into.operands, self.scale, rows=takes)
+        return after(out.flatten(1), rows) if takes else after(out.flatten(1))  # type: ignore[no-any-return]
+
+    def writes_operands(self, x: Tensor) -> bool:
+        """Whether the projection of x [T, C] would now write attention's operands."""
+        projection: Any = getattr(self, "qkv", None)
+        plain = self.precision == "fp8" and self.q_norm is None and self.rope_base is None and self.head_dim == BLOCK
+        if not plain or projection is None or _hooked(projection) or x.ndim != 2 or x.shape[0] == 0:
+            return False
+        layer = _layer(projection)
+        if not isinstance(layer, LowPrecisionLinear) or _hooked(layer) or not layer.takes_fp8(x, x.shape[0]):
+            return False
+        like = x.new_empty(0, self.heads, self.head_dim, dtype=layer.plan(x).dtype)
+        masked = self.causal or self.window is not None or self.scale <= 0
+        return attention_engine("fp8", like, masked=masked).name == "native"
 
     def _attend(self, q, k, v, q_offsets, k_offsets, max_q, max_k, bias) -> Any:  # type: ignore[no-untyped-def]
         if bias is not None:

@@ -1,19 +1,30 @@
-"""What is measured of attention: the FP8 forward, with and without quantising its operands, and a whole step."""
+"""What is measured of attention: the FP8 forward, with and without quantising its operands, projections that write
+them, whole steps, and a module between its projections.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from gem_kernels import flops, jagged_attention
+from gem_kernels.nn import JaggedAttention
 from torch import Tensor
 
 from gem_lowprec.attention import launch, low_precision_attention
+from gem_lowprec.attention.layer import LowPrecisionJaggedAttention
 from gem_lowprec.attention.operands import Operands, quantise
+from gem_lowprec.attention.projection import project
 from gem_lowprec.bench.problems import Problem, relative
 from gem_lowprec.bench.timing import Run
+from gem_lowprec.block_gemm import block_matmul
+from gem_lowprec.convert import convert
+from gem_lowprec.orientations import quantize_both
+from gem_lowprec.quantize import FP8_128X128
+from gem_lowprec.recipe import Recipe, Rule
 
 HEADS = 4
 CASES = {
@@ -101,6 +112,89 @@ def step(name: str, device: torch.device, lengths: list[int], dim: int) -> Probl
     )  # fmt: skip
 
 
+def projection(name: str, device: torch.device, lengths: list[int], width: int) -> Problem:
+    """Q, K and V in FP8 from FP8 operands of their packed projection, W [3 H 128, width]: as its product is made, or by
+    a pass over the product in BF16.
+    """
+    tokens, longest = sum(lengths), max(lengths)
+    offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+    x, w = (torch.randn(n, width, device=device, dtype=torch.bfloat16) for n in (tokens, 3 * HEADS * 128))
+    qx, qw = quantize_both(x, col=False).row, quantize_both(w, FP8_128X128, col=False).row
+    assert qx is not None
+    assert qw is not None
+
+    def fused() -> Operands:
+        return project(qx, qw, None, offsets, longest, heads=HEADS, kv_heads=HEADS, dtype=torch.bfloat16)
+
+    def apart() -> Operands:
+        parts = block_matmul(qx, qw, torch.bfloat16).unflatten(1, (-1, 128)).split(HEADS, 1)
+        q, k, v = parts
+        return quantise(q, k, v, offsets, offsets, longest, longest)
+
+    runs: dict[str, Run] = {"operands": fused, "product, then a pass": apart}
+    last = tokens - 512
+
+    def check(variant: str) -> float:
+        made: Operands = runs[variant]()
+        got = torch.cat([part[last:] for part in made.dequantize(torch.float32)], 1).flatten(1)
+        exact = (qx.data[last:].double() * qx.scale_values()[last:].double()) @ qw.dequantize(torch.float64).t()
+        return relative(got, exact)
+
+    n = w.shape[0]
+    return Problem(
+        name=name, op="attention projection", what="forward", width=width, runs=runs, flops=2 * tokens * n * width,
+        nbytes=tokens * (width + n) + n * width, limit=0.04, check=check,
+        peers={
+            "fp8 product in bf16": lambda: block_matmul(qx, qw, torch.bfloat16), "cuBLAS bf16": lambda: x @ w.t(),
+        },
+    )  # fmt: skip
+
+
+def block(name: str, device: torch.device, lengths: list[int], width: int, *, whole: bool) -> Problem:
+    """A `JaggedAttention` with its norm and projections, heads of 128; `whole`: forward and backward."""
+    tokens, longest = sum(lengths), max(lengths)
+    offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+    torch.manual_seed(0)
+    plain = JaggedAttention(width, width // 128, pre_norm=True, device=device).bfloat16()
+    modules: dict[str, JaggedAttention] = {}
+    rules = (Rule(forward="fp8_block", dgrad="fp8_block", wgrad="fp8_block"),)
+    modules["fp8"] = copy.deepcopy(plain)
+    convert(modules["fp8"], Recipe(name="block", rules=rules, attention="fp8", fuse_norms=True, fallback=False))
+    modules["fp8, passes apart"] = copy.deepcopy(modules["fp8"])
+    modules["fp8, passes apart"].__class__ = _Apart
+    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=whole)
+    g = torch.randn_like(x)
+
+    def run(module: JaggedAttention) -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(whole):
+            y = module(x, offsets, longest)
+            return (y, *torch.autograd.grad(y, (x, *module.parameters()), g)) if whole else (y,)
+
+    def check(variant: str) -> float:
+        exact = run(plain)
+        return max(relative(got, e.detach().double()) for got, e in zip(run(modules[variant]), exact, strict=True))
+
+    heads = width // 128
+    cost = flops.attention(lengths, heads=heads, head_dim=128)
+    products = 2 * tokens * width * 4 * width
+    work = cost.forward_flops + products
+    if whole:
+        work += cost.backward_flops + 2 * products
+    return Problem(
+        name=name, op="attention block", what="step" if whole else "forward", width=width, flops=work,
+        nbytes=tokens * width * (16 if whole else 6), limit=0.15, check=check, peers={"bf16": partial(run, plain)},
+        runs={variant: partial(run, module) for variant, module in modules.items()},
+    )  # fmt: skip
+
+
+class _Apart(LowPrecisionJaggedAttention):
+    """Q, K, V and O in 16 bits, each quantised by a pass of its own."""
+
+    def writes_operands(self, x: Tensor) -> bool:
+        """Never."""
+        return False
+
+
 def cases() -> dict[str, Callable[[torch.device], Problem]]:
     """By name."""
     made: dict[str, Callable[[torch.device], Problem]] = {}
@@ -113,4 +207,13 @@ def cases() -> dict[str, Callable[[torch.device], Problem]]:
     add("attention-operands-full-1024", quantiser, "full-1024")
     for case in ("full-1024", "full-4096"):
         add(f"attention-step-{case}", step, case)
+
+    def more(name: str, make: Callable[..., Problem], batch: int, longest: int, width: int, **options: Any) -> None:
+        made[name] = lambda device: make(name, device, [longest] * batch, width, **options)
+
+    for width in (512, 2048):
+        more(f"projection-full-1024-{width}", projection, 256, 1024, width)
+    for batch, longest, width in ((128, 1024, 1024), (32, 4096, 1024), (64, 1024, 2048)):
+        for what in ("forward", "step"):
+            more(f"block-{what}-{longest}-{width}", block, batch, longest, width, whole=what == "step")
     return made

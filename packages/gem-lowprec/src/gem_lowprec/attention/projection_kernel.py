@@ -1,0 +1,183 @@
+"""Projections whose results are attention's operands: a block-wise FP8 product that writes E4M3 and scales.
+
+    [q || k || v] = X W^T + bias, and of a head of q, k or v what `operand_kernel` would make of it
+
+X [T, K] has a scale for each 1 x 128, W [N, K] one for each 128 x 128, as in `gem_lowprec.hopper`. A tile is two blocks
+of 128 tokens, counted from their sequence's start, by one head: each of two consumer warpgroups has all of a block, so
+that the scale which a block of keys shares is known where the sums are. The product itself is never written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from gem_lowprec.attention.epilogue import DIM, ROWS, largest, store_rows, store_scaled_rows, store_turned
+from gem_lowprec.hopper import DEPTH, _promote
+from gem_lowprec.tiles import _powers
+
+
+@triton.jit(do_not_specialize=["batch"])
+def list_blocks(offsets, table, count, batch, CHUNK: tl.constexpr):
+    """Of each block of 128 tokens: first token, tokens, number (`operands`), 0; one program for each sequence."""
+    b = tl.program_id(0)
+    before = tl.zeros([CHUNK], tl.int32)
+    for c in range(0, b, CHUNK):
+        i = c + tl.arange(0, CHUNK)
+        length = tl.load(offsets + i + 1, mask=i < b, other=0) - tl.load(offsets + i, mask=i < b, other=0)
+        before += ((length + 127) // 128).to(tl.int32)
+    first = tl.sum(before, 0)
+    start = tl.load(offsets + b).to(tl.int32)
+    length = tl.load(offsets + b + 1).to(tl.int32) - start
+    blocks = (length + 127) // 128
+    for c in range(0, blocks, CHUNK):
+        j = c + tl.arange(0, CHUNK)
+        to = table + (first + j) * 4
+        tl.store(to, start + j * 128, mask=j < blocks)
+        tl.store(to + 1, tl.minimum(length - j * 128, 128), mask=j < blocks)
+        tl.store(to + 2, start // 128 + b + j, mask=j < blocks)
+        tl.store(to + 3, 0, mask=j < blocks)
+    if b == batch - 1:
+        tl.store(count, first + blocks)
+
+
+@gluon.jit
+def _load(descs, buffers, full, empty, table_ptr, count, slots, k_blocks, pitch, STAGES: gl.constexpr):
+    """Keeps the ring of operands and scales full."""
+    x_desc, w_desc, sx_desc = descs
+    x_buf, w_buf, sx_buf = buffers
+    nbytes: gl.constexpr = 4 * (x_desc.block_type.nbytes + sx_desc.block_type.nbytes) + w_desc.block_type.nbytes
+    step = 0
+    for t in range(gl.program_id(0), gl.cdiv(count, 2) * slots, gl.num_programs(0)):
+        pair = t // slots
+        slot = t - pair * slots
+        first = gl.load(table_ptr + pair * 8)
+        second = gl.load(table_ptr + gl.minimum(pair * 2 + 1, count - 1) * 4)
+        for i in range(k_blocks):
+            s = step % STAGES
+            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+            bar = full.index(s)
+            mbarrier.expect(bar, nbytes)
+            for r in gl.static_range(4):
+                row = (first if r < 2 else second) + (r % 2) * ROWS
+                tma.async_copy_global_to_shared(x_desc, [row, i * DEPTH], bar, x_buf.index(s * 4 + r))
+                tma.async_copy_global_to_shared(sx_desc, [i * pitch + row], bar, sx_buf.index(s * 4 + r))
+            tma.async_copy_global_to_shared(w_desc, [slot * DIM, i * DEPTH], bar, w_buf.index(s))
+            step += 1
+
+
+@gluon.jit
+def _finish(
+    upper, lower, out, start, rows, block, slot, heads, kv_heads,
+    THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
+):  # fmt: skip
+    """128 tokens (two products) of one head, of which `rows` are the sequence's."""
+    q_ptr, qs_ptr, k_ptr, v_ptr, kvs_ptr = out
+    L: gl.constexpr = upper.type.layout
+    if slot < heads:
+        to = q_ptr + slot * DIM
+        stride = heads * DIM
+        store_scaled_rows(upper, to, stride, qs_ptr + slot, heads, start, rows, THRESHOLD, EMAX)
+        store_scaled_rows(lower, to, stride, qs_ptr + slot, heads, start + ROWS, rows - ROWS, THRESHOLD, EMAX)
+    else:
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, L))[:, None]
+        upper = gl.where(r < rows, upper, 0.0)
+        lower = gl.where(r < rows - ROWS, lower, 0.0)
+        amax = gl.maximum(largest(upper), largest(lower), propagate_nan=tl.PropagateNan.ALL)
+        head = (slot - heads) % kv_heads
+        number = block.to(gl.int64) * kv_heads + head
+        if slot < heads + kv_heads:
+            scale, inverse = _powers(amax, THRESHOLD, EMAX)
+            to = k_ptr + head * DIM
+            store_rows(upper * inverse, to, kv_heads * DIM, start, rows)
+            store_rows(lower * inverse, to, kv_heads * DIM, start + ROWS, rows - ROWS)
+            if rows > 0:
+                gl.store(kvs_ptr + number * 2, scale)
+        else:
+            scale, inverse = _powers(gl.maximum(amax, LEAST), THRESHOLD, EMAX)
+            if rows > 0:
+                power = ((scale.to(gl.int32, bitcast=True) >> 23) - 127).to(gl.float32)
+                gl.store(kvs_ptr + number * 2 + 1, gl.where(amax == amax, power, amax))
+                store_turned(upper * inverse, v_ptr + number * (DIM * 128))
+                store_turned(lower * inverse, v_ptr + number * (DIM * 128) + ROWS)
+
+
+@gluon.jit
+def _consume(
+    W: gl.constexpr, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, heads, kv_heads,
+    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
+):  # fmt: skip
+    """Every tile's first or second block."""
+    x_buf, w_buf, sx_buf = buffers
+    ws_ptr, ws_row, ws_col = weight
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    step = 0
+    part = gl.zeros([ROWS, DIM], gl.float32, L)  # one set of registers for all products
+    for t in range(gl.program_id(0), gl.cdiv(count, 2) * slots, gl.num_programs(0)):
+        pair = t // slots
+        slot = t - pair * slots
+        place = pair * 2 + W
+        entry = table_ptr + gl.minimum(place, count - 1) * 4
+        start = gl.load(entry)
+        rows = gl.where(place < count, gl.load(entry + 1), 0)
+        block = gl.load(entry + 2)
+        upper = gl.zeros([ROWS, DIM], gl.float32, L)
+        lower = gl.zeros([ROWS, DIM], gl.float32, L)
+        for i in range(k_blocks):
+            s = step % STAGES
+            w = gl.load(ws_ptr + slot * ws_row + i * ws_col)  # on its way while the tensor cores work
+            mbarrier.wait(full.index(s), (step // STAGES) & 1)
+            b = w_buf.index(s).permute((1, 0))
+            part = warpgroup_mma(x_buf.index(s * 4 + W * 2), b, part, use_acc=False, is_async=True)
+            sx = sx_buf.index(s * 4 + W * 2).load(gl.SliceLayout(1, L))
+            part = warpgroup_mma_wait(0, deps=(part,))
+            upper = _promote(upper, part, sx, w, False, True)
+            part = warpgroup_mma(x_buf.index(s * 4 + W * 2 + 1), b, part, use_acc=False, is_async=True)
+            sx = sx_buf.index(s * 4 + W * 2 + 1).load(gl.SliceLayout(1, L))
+            part = warpgroup_mma_wait(0, deps=(part,))
+            mbarrier.arrive(empty.index(s), count=1)
+            lower = _promote(lower, part, sx, w, False, True)
+            step += 1
+        if HAS_BIAS:
+            bias = gl.load(bias_ptr + slot * DIM + gl.arange(0, DIM, gl.SliceLayout(0, L))).to(gl.float32)[None, :]
+            upper += bias
+            lower += bias
+        _finish(upper, lower, out, start, rows, block, slot, heads, kv_heads, THRESHOLD, EMAX, LEAST)
+
+
+@gluon.jit(do_not_specialize=["k_blocks", "pitch", "ws_row", "ws_col", "heads", "kv_heads"])
+def projection_kernel(
+    x_desc, w_desc, sx_desc, ws_ptr, bias_ptr, table_ptr, count_ptr, q_ptr, qs_ptr, k_ptr, v_ptr, kvs_ptr,
+    k_blocks, pitch, ws_row, ws_col, heads, kv_heads,
+    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
+):  # fmt: skip
+    """Rows of W are `heads` heads of q, then `kv_heads` of k and of v, 128 each; either number may be 0."""
+    x_buf = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 4, ROWS, DEPTH], x_desc.layout)
+    w_buf = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, DIM, DEPTH], w_desc.layout)
+    sx_buf = gl.allocate_shared_memory(gl.float32, [STAGES * 4, ROWS], sx_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    count = gl.load(count_ptr)
+    slots = heads + 2 * kv_heads
+    buffers = (x_buf, w_buf, sx_buf)
+    weight = (ws_ptr, ws_row, ws_col)
+    out = (q_ptr, qs_ptr, k_ptr, v_ptr, kvs_ptr)
+    gl.warp_specialize(
+        [
+            (_consume, (0, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, heads,
+                        kv_heads, STAGES, HAS_BIAS, THRESHOLD, EMAX, LEAST)),
+            (_consume, (1, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, heads,
+                        kv_heads, STAGES, HAS_BIAS, THRESHOLD, EMAX, LEAST)),
+            (_load, ((x_desc, w_desc, sx_desc), buffers, full, empty, table_ptr, count, slots, k_blocks, pitch,
+                     STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
