@@ -273,15 +273,28 @@ def test_open_bandit_layout(tmp_path):
             *map(str, range(items)),
         ]
         (folder / f"{campaign}.csv").write_text(",".join(names) + "\n" + ",".join(row) + "\n")
+    with pytest.raises(SourceUnavailable, match=r"no prior_bts.yaml in"):
+        open_bandit.events(tmp_path / "data")
+    beta = {"all": 3.0, "men": 4.0, "women": 5.0}
+    prior = [
+        f"{campaign}:\n  alpha:\n{'    - 2.0' + chr(10)}{('    - 1.0' + chr(10)) * (items - 1)}"
+        f"  beta:\n{(f'    - {beta[campaign]}' + chr(10)) * items}"
+        for campaign, items in open_bandit.CAMPAIGNS.items()
+    ]
+    (tmp_path / "data" / "prior_bts.yaml").write_text("\n".join(prior))
+    assert open_bandit.prior_log_odds(tmp_path / "data" / "prior_bts.yaml")["men"][:2] == pytest.approx(
+        [np.log(0.5), np.log(0.25)]
+    )
     prepare(open_bandit.events(tmp_path / "data"), tmp_path / "log")
     log = EventLog.open(tmp_path / "log")
     assert log.column("item").tolist() == [79, 113, 159]
     assert log.column("affinity").tolist() == [79, 33, 45]
+    assert log.column("prior").tolist() == pytest.approx(-np.log([3, 4, 5]))
     assert log.time.tolist() == [1574553634] * 3
     assert log.vocabularies["user"].texts.values() == {"a-b-c-d": 0}.keys() or list(
         log.vocabularies["user"].texts.values()
     ) == ["a-b-c-d"]
-    assert "propensity" not in log.schema.dense_names
+    assert log.schema.dense_names == ("prior",)
     table, schema = open_bandit.load(tmp_path / "data")  # the same in memory
     build_log(table, schema, tmp_path / "whole")
     whole = EventLog.open(tmp_path / "whole")
@@ -292,6 +305,12 @@ def test_open_bandit_layout(tmp_path):
     (tmp_path / "data" / "bts" / "all" / "all.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="is no file of the Open Bandit sample"):
         list(open_bandit.events(tmp_path / "data").tables())
+    (tmp_path / "data" / "prior_bts.yaml").write_text(prior[0].replace("alpha", "gamma"))
+    with pytest.raises(ValueError, match=r"is no prior_bts.yaml: 'alpha'"):
+        open_bandit.events(tmp_path / "data")
+    (tmp_path / "data" / "prior_bts.yaml").write_text("\n".join(prior).replace("- 5.0", "- -1", 1))
+    with pytest.raises(ValueError, match="one positive number for each of the 46 items of 'women'"):
+        open_bandit.events(tmp_path / "data")
 
 
 @pytest.mark.slow
@@ -302,6 +321,9 @@ def test_the_real_open_bandit_sample_if_it_is_in_the_cache(tmp_path):
     found = prepare(open_bandit.events(open_bandit.fetch(notice=lambda _: None)), tmp_path / "log")
     assert (found.rows, found.users, found.rejected) == (59_999, 337, {"duplicate": 1})
     assert found.label_rates["click"] == pytest.approx(287 / 59_999, abs=2e-5)
+    rate = 1 / (1 + np.exp(-EventLog.open(tmp_path / "log").column("prior").astype(np.float64)))
+    assert (rate > 0.0008).all()
+    assert (rate < 0.0055).all()
 
 
 def test_a_wheel_is_fetched_checked_and_kept(tmp_path, monkeypatch, capsys):
@@ -312,12 +334,14 @@ def test_a_wheel_is_fetched_checked_and_kept(tmp_path, monkeypatch, capsys):
     def run(command, **_):
         with zipfile.ZipFile(f"{command[command.index('-d') + 1]}/x.whl", "w") as archive:
             archive.writestr(zipfile.ZipInfo("root/a/b.csv"), "hello")
+            archive.writestr(zipfile.ZipInfo("conf/c.yaml"), "far")
         return SimpleNamespace(returncode=0, stderr="")
 
     run(["-d", str(tmp_path)])
     digest = hashlib.sha256((tmp_path / "x.whl").read_bytes()).hexdigest()
-    files_ = {"a/b.csv": hashlib.sha256(b"hello").hexdigest()}
-    source = wheel.Wheel(name="x", requirement="x==1", sha256=digest, root="root", files=files_, licence="be nice")
+    files_ = {"a/b.csv": hashlib.sha256(b"hello").hexdigest(), "c": hashlib.sha256(b"far").hexdigest()}
+    where = {"root": "root", "elsewhere": {"c": "conf/c.yaml"}}
+    source = wheel.Wheel(name="x", requirement="x==1", sha256=digest, files=files_, licence="be nice", **where)
     monkeypatch.setattr(subprocess, "run", run)
     folder = source.fetch(tmp_path / "cache")
     assert (folder / "a" / "b.csv").read_text() == "hello"

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gem_data.log.manifest import file_digest
@@ -19,7 +19,7 @@ from gem_data.sources import SourceUnavailable
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """A data set in a wheel. `files`: path below `root` in the wheel -> SHA-256."""
+    """A data set in a wheel. `files`: path below `root` in the wheel -> SHA-256; `elsewhere`: where some are instead."""
 
     name: str
     requirement: str
@@ -27,6 +27,7 @@ class Wheel:
     root: str
     files: Mapping[str, str]
     licence: str
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def fetch(
         self, cache: str | Path | None = None, *, notice: Callable[[str], None] | None = None, timeout_s: float = 120
@@ -65,7 +66,7 @@ class Wheel:
             with zipfile.ZipFile(wheel) as archive:
                 for file in self.files:
                     (ready / file).parent.mkdir(parents=True, exist_ok=True)
-                    (ready / file).write_bytes(archive.read(f"{self.root}/{file}"))
+                    (ready / file).write_bytes(archive.read(self.elsewhere.get(file, f"{self.root}/{file}")))
             (ready / "LICENCE.txt").write_text(self.licence + "\n", encoding="utf-8")
             if folder.exists() and not all((folder / file).is_file() for file in self.files):
                 shutil.rmtree(folder)  # the remains of something else
