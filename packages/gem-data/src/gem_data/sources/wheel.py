@@ -19,7 +19,7 @@ from gem_data.sources import SourceUnavailable
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """A data set in a wheel. `files`: path below `root` in the wheel -> SHA-256; `elsewhere`: where some are instead."""
+    """A data set in a wheel. `files`: path below `root` in the wheel -> SHA-256; `elsewhere`: of some, where else."""
 
     name: str
     requirement: str

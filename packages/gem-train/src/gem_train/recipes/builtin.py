@@ -110,9 +110,9 @@ def openbandit() -> RunConfig:
         ),
         inputs=InputsConfig(table_dim=8, exclude=("user",)),
         model=preset("tiny"),
-        # 222 clicks to learn from. AdamW divides a gradient by its size, so that chance moves what it knows nothing of as
-        # far as evidence does; with an eps above any gradient here steps are in proportion to it, as SGD's with a rate
-        # of lr / eps, and the model stays at the base rate but for what the clicks agree on.
+        # 222 clicks to learn from. AdamW divides a gradient by its size, so that chance moves what it knows nothing of
+        # as far as evidence does. With an eps above any gradient here steps are in proportion to it, as SGD's with a
+        # rate of lr / eps, and the model stays at the base rate but for what the clicks agree on.
         optim=OptimConfig(
             lr=0.6,
             eps=0.1,
