@@ -20,6 +20,7 @@ histories are lognormal; balanced rows deal them by base batch shuffling.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import os
@@ -388,6 +389,8 @@ def run_row(bench: Bench, row: Row, runtime: Runtime) -> dict[str, Any]:
     found = timed(parallel, optimizer, batches, runtime)
     with Exposed(parallel.module) as meter:
         list(step(parallel, optimizer, batches, runtime.device))
+    if row.name == bench.args.trace:
+        trace(bench, parallel, optimizer, batches, runtime)
     exposed = {k: sum(unit[k] for unit in meter.seconds().values()) * 1e3 for k in ("forward", "backward", "reduce")}
     held = parallel.table_memory()
     peak = torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else 0
@@ -402,6 +405,7 @@ def run_row(bench: Bench, row: Row, runtime: Runtime) -> dict[str, Any]:
         "parts": parts,
         "graphs": row.replayed and runtime.device.type == "cuda",
         "ms": found.ms,
+        "phases": {"forward_ms": found.forward_ms, "backward_ms": found.backward_ms},
         "samples_per_s": share * parts * bench.world / found.ms * 1e3,
         "exposed_ms": max(runtime.gather(sum(exposed.values()), "exposed communication")),
         "exposed": exposed,
@@ -414,6 +418,17 @@ def run_row(bench: Bench, row: Row, runtime: Runtime) -> dict[str, Any]:
     }
 
 
+def trace(bench: Bench, parallel: ParallelModel, optimizer: Any, batches: list[RandomBatch], runtime: Runtime) -> None:
+    """What the first card does in a step, for chrome://tracing."""
+    profiler = torch.profiler.profile() if runtime.is_main else contextlib.nullcontext()
+    with profiler as found:
+        for _ in range(2):
+            list(step(parallel, optimizer, batches, runtime.device))
+        now(runtime.device)
+    if found is not None:
+        found.export_chrome_trace(str(Path(bench.args.out).with_suffix(".trace.json.gz")))
+
+
 def main() -> int:
     """Print a row per layout and write them all; every rank runs it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -423,7 +438,8 @@ def main() -> int:
     parser.add_argument("--parts", type=int, nargs="+", default=[1], help="of a step; the first for all rows")
     parser.add_argument("--launched", action="store_true", help="one card alone without CUDA graphs")
     parser.add_argument("--rows", nargs="+", help="only rows whose names contain one of these")
-    parser.add_argument("--only", nargs="+", help="only rows of these names")
+    parser.add_argument("--only", nargs="+", help="only rows of these names, in this order")
+    parser.add_argument("--trace", help="the row of which rank 0 traces a step, into a file beside --out")
     parser.add_argument("--profile", type=Path, nargs="+", default=[], help="measured collectives, for the plan")
     parser.add_argument("--alone", nargs=3, metavar=("FILE", "RANK", "WORLD"), help="measure one card alone, into FILE")
     parser.add_argument("--seconds", type=float, default=540, help="no row begins after this many")
@@ -435,7 +451,8 @@ def main() -> int:
     bench = Bench(args, int(args.alone[2]) if args.alone else world)
     every = table(bench.world, args.parts) if bench.world > 1 else []
     rows = [r for r in every if not args.rows or any(part in r.name for part in args.rows)]
-    rows = [r for r in rows if not args.only or r.name in args.only]
+    if args.only:
+        rows = sorted((r for r in rows if r.name in args.only), key=lambda r: args.only.index(r.name))
     shares = [args.batch, max(1, args.batch // max(2, bench.world))]  # the plan is fitted to these
     held_out = [max(1, args.batch * 3 // 4)]
     if args.alone:
