@@ -1,5 +1,5 @@
-"""`python -m gem_kernels.bench attention|gdpa|block|norms`: measure a suite on this machine's GPU, print a table and
-write a benchmark file.
+"""`python -m gem_kernels.bench attention|gdpa|block|norms`: measure a suite on this machine's GPU, print every case's
+rows and write a benchmark file, as they come.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def _without(words: list[str], *options: str) -> list[str]:
     return [w for i, w in enumerate(kept) if w not in options and (i == 0 or kept[i - 1] not in options)]
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[dict[str, Any]], heading: bool = True) -> str:
     unit = "GB/s" if rows and rows[0]["unit"] == "gbps" else "TFLOP/s"
     lines = [
         f"{'case':18s} {'pass':8s} {'op':16s} {'variant':24s} {'ms':>8s} {unit:>8s} {'of GEMM':>8s} "
         f"{'of copy':>8s} {'host us':>8s}  peers ({unit})"
-    ]
+    ] * heading
     shown: set[tuple[str, str]] = set()
     for r in rows:
         group = (r["case"], r["pass"])
@@ -75,6 +75,11 @@ def _table(rows: list[dict[str, Any]]) -> str:
             f"{format(r['host_us'], '.0f') if 'host_us' in r else '':>8s}  {peers}"
         )
     return "\n".join(lines)
+
+
+def _show(rows: list[dict[str, Any]], heading: bool) -> None:
+    if rows:
+        print(_table(rows, heading), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -138,7 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
     while todo:
         name = todo.pop(0)
         try:
-            rows += _measure(options, name, device, found)
+            new = _measure(options, name, device, found)
+            _show(new, heading=not rows)
+            rows += new
         except Exception as error:  # a case that cannot be made, or none of it run, is no reason to lose the others
             print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         print(f"{name} done after {time.monotonic() - begun:.1f} s", flush=True)
@@ -155,7 +162,6 @@ def main(arguments: list[str] | None = None) -> int:
         if not carried.alive():
             return carried.go_on(words, found, rows, todo)
         torch.cuda.empty_cache()
-    print(_table(rows))
     return 0
 
 
@@ -189,11 +195,12 @@ def _by_turns(options: argparse.Namespace, names: list[str], words: list[str]) -
         print("ceilings:", {name: round(x, 2) for name, x in found.items()}, flush=True)
         begun = time.monotonic()
         for name in names:
-            rows += workers.measure(name, found)
+            new = workers.measure(name, found)
+            _show(new, heading=not rows)
+            rows += new
             print(f"{name} done after {time.monotonic() - begun:.1f} s", flush=True)
             if rows and options.out:  # after every case: a run that is cut short leaves what it has
                 _write(options.out, options.suite, options.commit or _commit(), found, rows, words, workers.card)
-    print(_table(rows))
     return 0
 
 
