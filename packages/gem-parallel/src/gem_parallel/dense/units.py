@@ -115,10 +115,13 @@ def reshard(root: nn.Module) -> None:
 def set_prefetch(root: nn.Module, units: Sequence[str], ahead: int) -> None:
     """Gather `ahead` units before their turn: those that follow in forward, those that precede in backward.
 
-    Units inside other units are gathered with them in any case and left out.
+    The first ones are gathered when the root's forward begins, beside the lookups. Units inside other units are
+    gathered with them in any case and left out.
     """
     outer = [name for name in units if not any(name.startswith(f"{other}.") for other in units)]
     modules = [root.get_submodule(name) for name in outer]
+    assert isinstance(root, FSDPModule)
+    root.set_modules_to_forward_prefetch(modules[:ahead])  # type: ignore[arg-type]
     for index, module in enumerate(modules):
         assert isinstance(module, FSDPModule)
         module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
