@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from gem_kernels import dispatch, gdpa, jagged_attention
-from gem_kernels.gdpa.activations import ACTIVATIONS
+from gem_kernels.gdpa.activations import ACTIVATIONS, POLYNOMIALS, formula
 from gem_kernels.testing import offsets_of, poisoned, relative_error
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -36,7 +36,7 @@ def dense(q, k, v, lq, lk, scale, act, left=-1, right=-1):
         if act == "softmax":
             p = torch.exp(s - lse.masked_fill(lse.isneginf(), 0.0)[..., None]) * seen
         else:
-            p = ACTIVATIONS[act](s) * seen
+            p = formula(act)(s) * seen
         outs.append(torch.einsum("hqk,khd->qhd", p, v[c : c + y]))
         lses.append(lse.T)
         a, c = a + x, c + y
@@ -196,24 +196,28 @@ def test_replay_of_a_graph_with_other_lengths(name, mask):
         assert all(relative_error(g, e) < 8e-3 for g, e in zip(grads, wanted, strict=True))
 
 
-@pytest.mark.parametrize("act", sorted(ACTIVATIONS))
+COMPUTED = sorted({act.removesuffix("_poly") for act in ACTIVATIONS} | set(POLYNOMIALS))  # by kernels
+
+
+@pytest.mark.parametrize("act", COMPUTED)
 def test_every_activation_and_out_scale(act):
     from gem_kernels.hopper import launch_backward
 
     q, k, v, _, cq, ck = problem()
+    bound = POLYNOMIALS[act].bound if act in POLYNOMIALS else None
+    scale = 0.2 if bound is None else bound / float(q.float().norm(dim=-1).max() * k.float().norm(dim=-1).max())
     wide = [x.double().detach().requires_grad_() for x in (q, k, v)]
-    expected = 0.25 * dense(*wide, LQ, LK, 0.2, act)[0]
-    got = gdpa(q, k, v, cq, ck, max(LQ), max(LK), activation=act, scale=0.2, out_scale=0.25, backend="hopper")
+    expected = 0.25 * dense(*wide, LQ, LK, scale, act)[0]
+    options = {"activation": act.rstrip("0123456789") if bound else act, "score_bound": bound, "out_scale": 0.25}
+    got = gdpa(q, k, v, cq, ck, max(LQ), max(LK), scale=scale, backend="hopper", **options)
     assert relative_error(got, expected) < 5e-3
-    name = BACKWARD[
-        sorted(ACTIVATIONS).index(act) % len(BACKWARD)
-    ]  # they share the activations: one kernel to build for each
+    name = BACKWARD[COMPUTED.index(act) % len(BACKWARD)]  # they share the activations: one kernel to build for each
     lq, lk = fitting(name)
     q, k, v, dout, cq, ck = problem(lq=lq, lk=lk)
     wide = [x.double().detach().requires_grad_() for x in (q, k, v)]
-    wanted = torch.autograd.grad(0.25 * dense(*wide, lq, lk, 0.2, act)[0], wide, dout.double())
+    wanted = torch.autograd.grad(0.25 * dense(*wide, lq, lk, scale, act)[0], wide, dout.double())
     grads = launch_backward.backward(
-        dout, None, q, k, v, None, None, cq, ck, max(lq), max(lk), 0.2,
+        dout, None, q, k, v, None, None, cq, ck, max(lq), max(lk), scale,
         act=act, out_scale=0.25, config=launch_backward.BACKWARD[name],
     )  # fmt: skip
     assert all(relative_error(g, e) < 1e-2 for g, e in zip(grads, wanted, strict=True))

@@ -44,11 +44,11 @@ def activate(x, ACT: tl.constexpr):
         y = r * r
     elif ACT == "leaky_relu":
         y = tl.where(x > 0, x, 0.01 * x)
-    elif ACT == "gelu" or ACT == "gelu_poly":
+    elif ACT == "gelu":
         y = x * 0.5 * (1.0 + tl.math.erf(x * _SQRT_HALF))
     elif ACT == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2 u)
         y = x * sigmoid((x + 0.044715 * x * x * x) * (2.0 * _TANH_FACTOR))
-    elif ACT == "silu" or ACT == "silu_poly":
+    elif ACT == "silu":
         y = x * sigmoid(x)
     else:
         tl.static_assert(ACT == "hardswish", "unknown activation")
@@ -75,12 +75,12 @@ def slope(x, ACT: tl.constexpr):
         y = 2.0 * tl.maximum(x, 0.0)
     elif ACT == "leaky_relu":
         y = tl.where(x > 0, 1.0, 0.01)
-    elif ACT == "gelu" or ACT == "gelu_poly":
+    elif ACT == "gelu":
         y = 0.5 * (1.0 + tl.math.erf(x * _SQRT_HALF)) + x * _DENSITY * tl.exp(-0.5 * x * x)
     elif ACT == "gelu_tanh":
         s = sigmoid((x + 0.044715 * x * x * x) * (2.0 * _TANH_FACTOR))
         y = s + 2.0 * x * s * (1.0 - s) * (1.0 + 3.0 * 0.044715 * x * x) * _TANH_FACTOR
-    elif ACT == "silu" or ACT == "silu_poly":
+    elif ACT == "silu":
         s = sigmoid(x)
         y = s * (1.0 + x * (1.0 - s))
     else:
