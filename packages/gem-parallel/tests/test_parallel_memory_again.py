@@ -157,6 +157,22 @@ def test_results_of_functions_and_their_views(declared):
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
 
 
+def test_a_recipe_that_makes_something_else_is_refused(declared):
+    declare_again(
+        f"{Twice.__module__}.Twice", Recipe(label="twice", again=lambda ctx: (ctx.saved_tensors[0][1:], None))
+    )
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return Twice.apply(x)[0].square().sum()
+
+    model = Net()
+    with saving(("twice#0",), model).hooks():
+        y = model(sample())
+    with pytest.raises(RuntimeError, match=r"twice#0 of TwiceBackward has 2304 elements .* and had 3072"):
+        y.backward()
+
+
 def test_an_unknown_bias_is_no_linear_layer():
     weight = torch.randn(8, WIDTH, requires_grad=True)
     bias = torch.randn(8)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from gem_parallel import MemoryConfig
 from gem_parallel.comm.payload import Fp8Payload
+from gem_parallel.memory.mx4 import Mx4Quantiser
 from gem_parallel.memory.quantise import Fp8Quantiser
 from gem_parallel.memory.regions import MEASURED_STEPS, Regions
 from gem_parallel.memory.testing import WIDTH, stack
@@ -68,6 +69,20 @@ def test_on_a_card_the_fused_quantiser_is_the_plain_one(shape, block, dtype):
     payload.unpack(packed, back)
     payload.unpack(on_host, wanted)
     torch.testing.assert_close(back.cpu(), wanted, rtol=1e-2, atol=0)  # the host may divide otherwise in the last place
+
+
+@pytest.mark.gpu
+@on_a_card
+@pytest.mark.parametrize("shape", [(7, 5, 64), (3, 10_001), (513, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_card_four_bits_are_the_plain_ones(shape, dtype):
+    x = (torch.randn(shape, device="cuda") * 3).to(dtype)
+    x[0] = 0
+    x[1, 2:4] = float("inf")
+    fused, plain = Mx4Quantiser(fused=True), Mx4Quantiser(fused=False)
+    got, want = fused.pack(x), plain.pack(x)
+    assert torch.equal(got.scale, want.scale)
+    torch.testing.assert_close(fused.unpack(got), plain.unpack(want), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ PRECISIONS = ("fp32", "bf16")
 COLLECTIVES = ("default", "auto", "copy_engine")
 MEMORY_POLICIES = ("keep", "full", "uniform", "regions")
 MEMORY_ENGINES = ("eager", "operators", "compile")
-MEMORY_QUANTISERS = ("none", "fp8", "compiler")
+MEMORY_QUANTISERS = ("none", "fp8", "mx4", "compiler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,10 @@ class MemoryConfig:
         recompute_min_kib: the eager engine keeps smaller tensors.
         regions: patterns of the units that are regions.
         quantise: "none"; "fp8": large floating-point tensors are stored as FP8 (or by the quantiser handed to
-            `parallelize`) and dequantised for the operator that needs them; or, for compiled regions, "compiler": the
-            same by torch's own pass, fused with what is around it, which knows no names. Gradients become approximate.
-        quantise_block: elements per scale; 0: one scale per row.
+            `parallelize`) and dequantised for the operator that needs them; "mx4": the same in four bits (MXFP4); or,
+            for compiled regions, "compiler": FP8 by torch's own pass, fused with what is around it, which knows no
+            names. Gradients become approximate.
+        quantise_block: elements per scale of FP8; 0: one scale per row.
         quantise_min_kib: smaller tensors are left alone.
         exclude: patterns of module names or classes, case ignored, inside which nothing is quantised or moved.
         include: the same of modules inside those whose tensors are treated like others again: a linear layer after a
@@ -97,7 +98,7 @@ class MemoryConfig:
             if getattr(self, key) not in allowed:
                 raise ValueError(f"MemoryConfig.{key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
         if self.quantise == "compiler" and self.engine != "compile":
-            raise ValueError('MemoryConfig.quantise = "compiler" needs engine = "compile"; "fp8" works with both')
+            raise ValueError('MemoryConfig.quantise = "compiler" needs engine = "compile"; others work with all')
         if not 0 <= self.budget <= 1:
             raise ValueError(f"MemoryConfig.budget must be in [0, 1], got {self.budget!r}")
         for key in ("budget_gib", "recompute_min_kib", "quantise_block", "quantise_min_kib", "offload_min_mib"):

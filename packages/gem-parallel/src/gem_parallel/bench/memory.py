@@ -2,7 +2,8 @@
 
 Every variant trains the same model on the same batch. Its gradients are compared with the unchecked model's, as the
 norm of the difference over the norm of all gradients: recomputation must not differ by more than two unchecked runs do
-(not at all, where the device's kernels repeat themselves), FP8 and compiled code by more than a tenth.
+(not at all, where the device's kernels repeat themselves), FP8 and compiled code by more than a tenth, four
+bits by half.
 
 With `--graphs` the regions are replayed from CUDA graphs, as training on one card has them. What is kept then lies in
 the graphs' pool, which the allocator takes for free memory: the peak is what was taken from the card beyond what it
@@ -29,6 +30,7 @@ from gem_parallel.memory.profile import Curve
 from gem_parallel.memory.regions import MEASURED_STEPS, Regions
 
 FP8_TOLERANCE = 0.1
+MX4_TOLERANCE = 0.5
 WARM_UP = 1  # step, which compiles kernels where they are new and makes the allocator's pools
 
 
@@ -68,6 +70,7 @@ def variants(budgets: list[float], engine: str) -> list[str]:
         "full",
         *(f"{policy} {budget:g}" for budget in budgets for policy in ("uniform", "regions")),
         "fp8 alone",
+        "mx4 alone",
         *(f"regions {budget:g} + fp8" for budget in budgets),
         "full + fp8",
         "offload",
@@ -75,7 +78,7 @@ def variants(budgets: list[float], engine: str) -> list[str]:
 
 
 def config_of(name: str, min_kib: float = 1024.0) -> MemoryConfig | None:
-    """ "[engine: ]none | full | fp8 alone | offload | (uniform | regions) (0.5 | 80GiB)[ + fp8]".
+    """ "[engine: ]none | full | fp8 alone | mx4 alone | offload | (uniform | regions) (0.5 | 80GiB)[ + fp8 | + mx4]".
 
     Raises:
         SystemExit: something else.
@@ -86,12 +89,12 @@ def config_of(name: str, min_kib: float = 1024.0) -> MemoryConfig | None:
     more: dict[str, Any] = {"quantise_min_kib": min_kib, "recompute_min_kib": min_kib}
     if engine:
         more["engine"] = engine
-    if packed or rest == "fp8 alone":
-        more["quantise"] = packed or "fp8"
+    if packed or amount == "alone":
+        more["quantise"] = packed or policy
     try:
         if rest == "none":
             return MemoryConfig(**more) if engine else None
-        if rest == "fp8 alone":
+        if amount == "alone":
             return MemoryConfig(**more)
         if rest == "offload":
             return MemoryConfig(offload_min_mib=16, **more)
@@ -153,7 +156,8 @@ def run(args: argparse.Namespace) -> int:
             reference = grads
         noise = row["error"] if name == "none again" else noise
         exact = config is None or (config.quantise == "none" and config.engine != "compile")
-        wrong = not row["error"] <= (2 * noise if exact else FP8_TOLERANCE) if compare else not row["finite"]
+        near = MX4_TOLERANCE if config is not None and config.quantise == "mx4" else FP8_TOLERANCE
+        wrong = not row["error"] <= (2 * noise if exact else near) if compare else not row["finite"]
         good &= not wrong
         first = next(r for r in rows if "ms" in r)
         size = "peak_mib" if args.graphs else "kept_mib"

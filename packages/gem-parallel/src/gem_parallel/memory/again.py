@@ -33,13 +33,14 @@ _reading = threading.local()  # .depth > 0 while a result is computed, from plac
 class Result:
     """What one node made, to be made again once."""
 
-    __slots__ = ("again", "left", "name", "node", "savers", "values", "which")
+    __slots__ = ("again", "left", "name", "node", "savers", "stream", "values", "which")
 
     def __init__(self, name: str, node: Any, recipe: Recipe) -> None:
         self.name, self.node = name, node
         self.again, self.which = recipe.again, recipe.which(node)
         self.savers = self.left = 0  # how often it was saved, and is still to be taken
         self.values: Outputs | None = None
+        self.stream: Any = None  # that computed them, of a card
 
     def compute(self) -> Outputs:
         """The node's results."""
@@ -53,10 +54,18 @@ class Result:
 
     def take(self, number: int) -> Tensor:
         """One of them. Whoever reads it to compute another one comes again for its own backward, and does not count."""
+        fresh = self.values is None
         if self.values is None:
             self.values = self.compute()
         value = self.values[number]
         assert value is not None
+        if value.is_cuda:
+            here = torch.cuda.current_stream(value.device)
+            if fresh:
+                self.stream = here
+            elif here != self.stream:  # the model runs in branches, and this is another one
+                here.wait_stream(self.stream)
+                value.record_stream(here)
         if not getattr(_reading, "depth", 0):
             self.left -= 1
         if self.left == 0:
@@ -67,14 +76,19 @@ class Result:
 class Place:
     """A saved tensor as (a view of) a result."""
 
-    __slots__ = ("number", "result", "view")
+    __slots__ = ("number", "result", "size", "view")
 
-    def __init__(self, result: Result, number: int, view: tuple[Any, ...] | None) -> None:
-        self.result, self.number, self.view = result, number, view
+    def __init__(self, result: Result, number: int, size: int, view: tuple[Any, ...] | None) -> None:
+        self.result, self.number, self.size, self.view = result, number, size, view
 
     def take(self) -> Tensor:
         """The tensor."""
         whole = self.result.take(self.number)
+        if whole.numel() != self.size:
+            raise RuntimeError(
+                f"{self.result.name} of {self.result.node.name()} has {whole.numel()} elements when it is computed "
+                f"again, and had {self.size}; its recipe does not know all that the node read"
+            )
         return whole if self.view is None else whole.as_strided(*self.view)
 
 
@@ -153,7 +167,7 @@ class Saving:
         if node not in self._results:
             self._results[node] = self._named(node)
         result = self._results[node]
-        return None if result is None or number not in result.which else Place(result, number, view)
+        return None if result is None or number not in result.which else Place(result, number, base.numel(), view)
 
     def _named(self, node: Any) -> Result | None:
         recipe = recipe_of(node)

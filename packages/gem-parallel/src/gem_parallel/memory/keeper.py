@@ -25,10 +25,11 @@ _WEIGHT_DEPTH = 6  # views and casts between a parameter and what an operator sa
 class _Kept:
     """A tensor in its small form."""
 
-    __slots__ = ("__weakref__", "host", "packed")
+    __slots__ = ("__weakref__", "host", "packed", "stream")
 
-    def __init__(self, packed: Any, host: HostCopy | None) -> None:
+    def __init__(self, packed: Any, host: HostCopy | None, stream: Any) -> None:
         self.packed, self.host = packed, host
+        self.stream = stream  # of a card, on which it was packed
 
 
 class Keeper:
@@ -119,25 +120,33 @@ class Keeper:
             if packed is None:
                 return moved[0]
             packed = packed.with_tensors(*moved)
+        elif kept.stream is not None:
+            here = torch.cuda.current_stream(kept.stream.device)
+            if (
+                here != kept.stream
+            ):  # the model runs in branches: the memory is not to be reused before this one is done
+                for tensor in packed.tensors():
+                    tensor.record_stream(here)
         assert self.quantiser is not None
         return self.quantiser.unpack(packed)
 
     def _small(self, tensor: torch.Tensor) -> _Kept:
         self.seen += tensor.nbytes
         quantised = self.quantiser is not None and tensor.nbytes >= self.min_bytes
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         packed = self.quantiser.pack(tensor) if self.quantiser is not None and quantised else None
         if not self.offload_bytes or tensor.nbytes < self.offload_bytes:
             assert packed is not None
             self.saved += int(packed.nbytes)
-            return _Kept(packed, None)
+            return _Kept(packed, None, stream if hasattr(packed, "tensors") else None)
         if packed is None:
-            return _Kept(None, self.host.put((tensor,)))
+            return _Kept(None, self.host.put((tensor,)), None)
         if not hasattr(packed, "with_tensors"):
             raise TypeError(
                 f"{type(self.quantiser).__name__} packs into {type(packed).__name__}, which has no tensors() and "
                 "with_tensors(); what is to wait in host memory needs them"
             )
-        return _Kept(packed.with_tensors(*(None for _ in packed.tensors())), self.host.put(packed.tensors()))
+        return _Kept(packed.with_tensors(*(None for _ in packed.tensors())), self.host.put(packed.tensors()), None)
 
     def _eligible(self, tensor: torch.Tensor) -> bool:
         return (  # most are small, and this is asked of all

@@ -6,6 +6,7 @@ the context holds; they are known by their names, nothing of them is imported.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,16 +106,35 @@ def _gated(ctx: Any) -> Outputs:
     return found
 
 
+def _placed(ctx: Any) -> Outputs:
+    """The same, where x and its residual had their rows in different places."""
+    total, _, _, weight, bias, *_ = ctx.saved_tensors
+    norms = sys.modules[type(ctx)._forward_cls.__module__].norms
+    return norms._forward(total, None, weight, bias, *ctx.rest, False, ctx.name)[0], None, None
+
+
 def _rotary(ctx: Any) -> Outputs:
     """(q, k, v, k, v) or (k, v): the values are views of what is kept."""
     count, heads, bases, eps, backend = ctx.rest
     packed, _, *saved = ctx.saved_tensors
-    parts = _forward(ctx, packed, None, *saved[:count], count, heads, saved[count:], bases, 1, eps, backend)
+    weights, positions = saved[:count], saved[count : count + len(bases)]
+    if _takes_rows(ctx):
+        args = (packed, None, None, *weights, count, heads, positions, bases, (None, None), 1, eps, backend)
+    else:
+        args = (packed, None, *weights, count, heads, positions, bases, 1, eps, backend)
+    parts = _forward(ctx, *args)
     return (*parts[:-1], None, parts[-2], None)
 
 
+def _takes_rows(ctx: Any) -> bool:
+    return len(ctx.needs_input_grad) == ctx.rest[0] + 11
+
+
 def _turned(ctx: Any) -> Collection[int]:
-    return (0, 1, 3) if ctx.rest[0] == 2 else (0, 2)
+    """Not q where other rows stand among it, which the node does not hold."""
+    if ctx.rest[0] != 2:
+        return (0, 2)
+    return (1, 3) if _takes_rows(ctx) and ctx.needs_input_grad[2] else (0, 1, 3)
 
 
 def _both(node: Any) -> Collection[int]:
@@ -137,6 +157,7 @@ RECIPES = {
     "gem_kernels.norms._Summed": Recipe(label="norm", again=_summed),
     "gem_kernels.stream._Rows": Recipe(label="norm", again=_rows),
     "gem_kernels.stream._Recent": Recipe(label="norm", again=_recent),
+    "gem_kernels.stream._Placed": Recipe(label="norm", again=_placed),
     "gem_kernels.projections._Gated": Recipe(label="gate", again=_gated, which=lambda ctx: (0, 1)),
     "gem_kernels.projections._Rotary": Recipe(label="rotary", again=_rotary, which=_turned),
     "gem_kernels::gdpa": Recipe(label="gdpa", again=lambda ctx: (_forward(ctx, *ctx.saved_tensors, *ctx.rest),)),

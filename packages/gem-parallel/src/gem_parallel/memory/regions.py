@@ -23,6 +23,7 @@ from gem_parallel.dense.containers import register_dataclasses
 from gem_parallel.memory import compiled, worth
 from gem_parallel.memory.again import Saving
 from gem_parallel.memory.keeper import Keeper
+from gem_parallel.memory.mx4 import Mx4Quantiser
 from gem_parallel.memory.plan import MemoryPlan, make_plan
 from gem_parallel.memory.profile import (
     DEVICE_LEAST_S,
@@ -52,7 +53,7 @@ class Regions:
         model: holds the regions.
         names: of its modules; those inside others of them are left to them.
         config: what to do.
-        quantiser: replaces the plain FP8 one.
+        quantiser: replaces the plain FP8 or MXFP4 one.
         agree: makes all ranks follow one plan (a region that exchanges activations must be run again by all or none).
         curves: measured before with the same model, batch and way to store; they are not measured again.
 
@@ -83,10 +84,10 @@ class Regions:
                 "regions there is nothing to plan"
             )
         self.names = tuple(outer)
-        if quantiser is None and config.quantise == "fp8":
-            quantiser = Fp8Quantiser(block=config.quantise_block)
+        if quantiser is None:
+            quantiser = Mx4Quantiser() if config.quantise == "mx4" else Fp8Quantiser(block=config.quantise_block)
         self.keeper = Keeper(
-            quantiser if config.quantise == "fp8" else None,
+            quantiser if config.quantise in ("fp8", "mx4") else None,
             min_bytes=int(config.quantise_min_kib * 1024),
             offload_bytes=int(config.offload_min_mib * (1 << 20)),
         )
