@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from gem_kernels.nn import JaggedAttention
-from gem_lowprec import Recipe, Rule, block_gemm, convert, gemm, products
+from gem_lowprec import Recipe, Rule, attention, block_gemm, convert, gemm, products
 from gem_lowprec.attention import emulated, layer, projected, projection
 from gem_lowprec.attention.operands import key_blocks, quantise_reference
 from gem_lowprec.linear import LowPrecisionLinear
 from gem_lowprec.orientations import quantize_both
+from torch import nn
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="test_lowprec_projected_gpu.py has it on a card"
@@ -91,7 +92,8 @@ def specified(monkeypatch):
             monkeypatch.setattr(module, "engine", lambda precision, device: runs)
         monkeypatch.setattr(gemm, "_no_block_kernel", lambda device: None)
         monkeypatch.setattr(block_gemm, "block_matmul", exact)
-        monkeypatch.setattr(layer, "attention_engine", lambda *_, **__: runs)
+        for module in (attention, layer):
+            monkeypatch.setattr(module, "attention_engine", lambda *_, **__: runs)
         monkeypatch.setattr(projected, "project", project)
         monkeypatch.setattr(projected, "forward", forward)
         monkeypatch.setattr(projected, "forward_with_rows", forward_with_rows)
@@ -132,12 +134,15 @@ def test_a_module_gives_what_its_parts_give(specified, pre_norm, out_in_fp8):
 def test_what_stands_between_is_left_to_the_separate_pass(specified):
     specified()
     x = torch.randn(5, 160)
-    for options in ({"qk_norm": True}, {"rope_base": 1e4}, {"head_dim": 64}):
+    for options, word in (({"qk_norm": True}, "normed"), ({"rope_base": 1e4}, "turned"), ({"head_dim": 64}, "64 dims")):
         module = JaggedAttention(160, 2, **{"head_dim": 128, **options})
-        convert(module, Recipe(name="block", rules=(Rule(**BLOCK),), attention="fp8"))
-        assert not module.writes_operands(x), options
+        done = convert(nn.ModuleList([module]), Recipe(name="block", rules=(Rule(**BLOCK),), attention="fp8"))
+        assert word in done.attention[0].why
+        assert word in module.pass_between()
+        assert not module.writes_operands(x)
     module = JaggedAttention(160, 2, head_dim=128)
-    convert(module, Recipe(name="block", rules=(Rule(**BLOCK),), attention="fp8"))
+    done = convert(module, Recipe(name="block", rules=(Rule(**BLOCK),), attention="fp8"))
+    assert "its projection writes q, k and v in FP8" in done.table()
     assert module.writes_operands(x)
     hooked = copy.deepcopy(module)
     hooked.qkv.register_forward_hook(lambda *_: None)

@@ -46,6 +46,11 @@ def convert_attention(model: nn.Module, recipe: Recipe, device: torch.device) ->
 
             module.__class__ = LowPrecisionJaggedAttention
             module.precision = recipe.attention  # type: ignore[assignment]
+            if engine == "native":
+                between = module.pass_between()  # type: ignore[operator]
+                why += (
+                    "; its projection writes q, k and v in FP8" if between is None else f"; quantised apart: {between}"
+                )
         precision = recipe.attention if engine != "-" else "bf16"
         rows.append(
             AttentionRow(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from gem_kernels.nn import JaggedAttention, NormLinear
 from torch import Tensor, nn
 
@@ -57,14 +58,29 @@ class LowPrecisionJaggedAttention(JaggedAttention):
         out, rows = attend(packed, into.operands, self.scale, rows=takes)
         return after(out.flatten(1), rows) if takes else after(out.flatten(1))  # type: ignore[no-any-return]
 
+    def pass_between(self) -> str | None:
+        """Why q, k and v are quantised by a pass of their own; None where the projection may write them."""
+        if self.crosses:
+            return "it has two projections"
+        if self.q_norm is not None or self.rope_base is not None:
+            return "heads are normed or turned after the projection"
+        if self.head_dim != BLOCK:
+            return f"heads have {self.head_dim} dims, not {BLOCK}"
+        layer = _layer(self.qkv)
+        if not isinstance(layer, LowPrecisionLinear) or layer.products.forward != "fp8_block":
+            return "its projection does not run in fp8_block"
+        if _hooked(layer) or _hooked(self.qkv):
+            return "its projection has hooks, which would not see a result"
+        return None
+
     def writes_operands(self, x: Tensor) -> bool:
         """Whether the projection of x [T, C] would now write attention's operands."""
-        projection: Any = getattr(self, "qkv", None)
-        plain = self.precision == "fp8" and self.q_norm is None and self.rope_base is None and self.head_dim == BLOCK
-        if not plain or projection is None or _hooked(projection) or x.ndim != 2 or x.shape[0] == 0:
+        if torch.compiler.is_compiling() or self.precision != "fp8" or x.ndim != 2 or x.shape[0] == 0:
             return False
-        layer = _layer(projection)
-        if not isinstance(layer, LowPrecisionLinear) or _hooked(layer) or not layer.takes_fp8(x, x.shape[0]):
+        if self.pass_between() is not None:
+            return False
+        layer = _layer(self.qkv)
+        if not layer.takes_fp8(x, x.shape[0]):
             return False
         like = x.new_empty(0, self.heads, self.head_dim, dtype=layer.plan(x).dtype)
         masked = self.causal or self.window is not None or self.scale <= 0
