@@ -181,7 +181,7 @@ class TrainConfig:
         precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 on a CPU.
         device: "auto", "cpu" or "cuda".
         cuda_graphs: "on" replays the layers from CUDA graphs in training (gem_model.replay), so that the host does not
-            launch their kernels one by one; "auto" does so where it is possible, on one GPU; "off" never.
+            launch their kernels one by one; "auto" does so where it is possible (model.json says why not); "off" never.
         timeout_s: how long a collective waits for the other ranks.
     """
 
