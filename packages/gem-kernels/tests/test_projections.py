@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gem_kernels import Turn, gated_heads, jagged_attention, rotary_heads, sigmoid_gate
+from gem_kernels import Among, Turn, gated_heads, jagged_attention, rotary_heads, sigmoid_gate
 from gem_kernels.nn import PMA, NormLinear
 from gem_kernels.projections import gates, key_value, side_by_side, triton
 from gem_kernels.testing import loop_rope, offsets_of, poisoned, relative_error
@@ -102,6 +102,51 @@ def test_queries_keys_and_values_are_the_formula(
     with poisoned():
         got = rotary_heads(packed, heads, weights, turns=given, readers=readers, bias=bias, eps=EPS, backend=backend)
     compare(got, tuple(expected), leaves, wide, dtype)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("readers", [1, 2])
+def test_other_queries_stand_among_those_of_the_rows(readers, dtype, backend, device):
+    """Packed rows of 3 samples, two others before each: q is the two put together by hand, k and v are as ever."""
+    lengths, heads, dim = [5, 0, 9], 3, 6
+    packed = normal(sum(lengths), 3 * heads * dim, seed=1, dtype=dtype, device=device)
+    rows = normal(2 * len(lengths), heads, dim, seed=2, dtype=dtype, device=device)
+    weights = [normal(dim, seed=7 + i, dtype=torch.float32, device=device) for i in range(2)]
+    bias = normal(packed.shape[1], seed=3, dtype=torch.float32, device=device)
+    turns = [Turn(positions=torch.rand(sum(lengths), device=device) * 9)]
+    options = {"turns": turns, "readers": readers, "bias": bias, "eps": EPS}
+    order = [(kind, i) for b, n in enumerate(lengths) for kind, i in [(1, 2 * b), (1, 2 * b + 1)] + [
+        (0, sum(lengths[:b]) + j) for j in range(n)
+    ]]  # fmt: skip
+    places, others = (
+        torch.tensor([order.index((kind, i)) for i in range(n)], device=device)
+        for kind, n in ((0, sum(lengths)), (1, len(rows)))
+    )
+    leaves = [packed, rows, bias, *weights]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    q, *expected = rotary_heads(
+        wide[0], heads, wide[3:], turns=turns, readers=readers, bias=wide[2], eps=EPS, backend="reference"
+    )  # tested above
+    expected = [torch.stack([wide[1][i] if kind else q[i] for kind, i in order]), *expected]
+    with poisoned():
+        got = rotary_heads(
+            packed, heads, weights, among=Among(rows=rows, places=places, others=others), backend=backend, **options
+        )
+    compare(got, tuple(expected), leaves, wide, dtype)
+    for change, says in (
+        ({"rows": rows[:1]}, r"among.others must be \[1\] int64"),
+        ({"rows": rows[:, :1]}, r"among.rows must be \[N, 3, 6\]"),
+        ({"places": places[1:]}, r"among.places must be \[14\] int64"),
+        ({"places": places.int()}, r"among.places must be \[14\] int64"),
+    ):
+        wrong = Among(**({"rows": rows, "places": places, "others": others} | change))
+        with pytest.raises(ValueError, match=says):
+            rotary_heads(packed, heads, weights, among=wrong, **options)
+    with pytest.raises(ValueError, match="none beside one weight"):
+        rotary_heads(packed[:, : 2 * heads * dim], heads, weights[:1], among=Among(
+            rows=rows, places=places, others=others
+        ))  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -227,8 +272,11 @@ def test_compiled_without_a_graph_break(readers, device):
 
     def both(packed, weight, other, bias):
         h, q = gated_heads(packed, 8, 2, weight, bias=bias, backend="triton")
+        h = h.view(6, 2, 4)
         turns = [Turn(positions=positions)]
-        parts = rotary_heads(packed, 2, [weight, other], turns=turns, readers=readers, bias=bias, backend="triton")
+        stand = Among(rows=h[:2], places=positions + 2, others=positions[:2])
+        given = {"turns": turns, "readers": readers, "among": stand, "bias": bias, "backend": "triton"}
+        parts = rotary_heads(packed, 2, [weight, other], **given)
         return h.sum() + q.square().sum() + sum((i + 1) * p.square().sum() for i, p in enumerate(parts))
 
     shapes = ((6, 24), (4,), (4,), (24,))

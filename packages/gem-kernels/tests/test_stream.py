@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 from gem_kernels import norm_rows
+from gem_kernels.norms import placed
 from gem_kernels.norms import triton as norm_kernels
+from gem_kernels.projections import gates
 from gem_kernels.sequences import triton as sequence_kernels
 from gem_kernels.testing import offsets_of, poisoned, relative_error
 from gem_kernels.tiling import Tile
@@ -18,6 +20,8 @@ EPS = 1e-3
 def small_launches(monkeypatch, device):
     if device.type == "cpu":
         monkeypatch.setattr(norm_kernels, "PARTS", 3)
+        monkeypatch.setattr(gates, "PARTS", 3)
+        monkeypatch.setattr(placed, "_tile", lambda width, backward: Tile(bm=4, bn=32))
         monkeypatch.setattr(sequence_kernels, "tile", lambda width: Tile(bm=8, bn=16))
 
 
@@ -79,6 +83,53 @@ def test_rows_and_their_readers_are_the_formula(kind, sums, recent, dtype, backe
                 assert relative_error(a, b) < 3 * tolerance
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recent", [0, 4])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_rows_among_others_in_the_residual_are_the_formula(kind, biased, recent, dtype, backend, device):
+    """Two rows that are nobody's before each sequence: what the residual's gradient has there is zero."""
+    rows, others, tolerance = sum(LENGTHS), 2 * len(LENGTHS), 3e-6 if dtype == torch.float32 else 8e-3
+    ahead = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)) + 1
+    places = (torch.arange(rows) + 2 * ahead).to(device)
+    nobody = torch.tensor(sorted(set(range(rows + others)) - set(places.tolist())), device=device)
+    x = normal(rows, 24, seed=1, dtype=dtype, device=device)
+    residual = normal(rows + others, 24, seed=2, dtype=dtype, device=device)
+    residual_bias, weight, bias = (normal(24, seed=s, dtype=torch.float32, device=device) for s in (3, 4, 5))
+    given = [x, residual, residual_bias if biased else None, weight, bias if kind == "layer" else None]
+    leaves = [t for t in given if t is not None]
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in given]
+    expected = formula(wide[0], wide[1][places], *wide[2:], kind, LENGTHS, recent)
+    offsets = offsets_of(LENGTHS, device)
+    with poisoned():
+        got = norm_rows(
+            x, weight, given[4], kind=kind, eps=EPS, residual=residual, residual_bias=given[2], places=places,
+            others=nobody, offsets=offsets, recent=recent, backend=backend,
+        )  # fmt: skip
+    readers = 3 if recent else 2
+    for a, b in zip(got[:readers], expected, strict=False):
+        assert a.dtype == dtype
+        assert relative_error(a, b) < tolerance
+    for used in itertools.product((False, True), repeat=readers):
+        if not any(used):
+            continue
+        ours, theirs = ([t for t, u in zip(found, used, strict=False) if u] for found in (got, expected))
+        probes = [normal(*t.shape, seed=9 + i, dtype=dtype, device=device).detach() for i, t in enumerate(ours)]
+        options = {"retain_graph": True, "allow_unused": True}
+        with poisoned():
+            found = torch.autograd.grad(ours, leaves, probes, **options)
+        roots = [t for t in wide if t is not None]
+        wanted = torch.autograd.grad(theirs, roots, [p.double() for p in probes], **options)
+        for leaf, a, b in zip(leaves, found, wanted, strict=True):
+            if b is None:
+                assert a is None or not a.any()
+            else:
+                assert a.dtype == leaf.dtype
+                assert relative_error(a, b) < 3 * tolerance
+        assert not found[1][nobody].any()
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_no_rows(lengths, device):
     x = normal(0, 8, seed=1, dtype=torch.float32, device=device)
@@ -102,12 +153,15 @@ def test_the_gradient_of_one_reader_is_left_as_it_was(device):
 
 
 def test_mistakes_are_named(device):
-    x = torch.zeros(3, 8, device=device)
+    x, index = torch.zeros(3, 8, device=device), torch.arange(3, device=device)
     for call, says in (
         (lambda: norm_rows(x, kind="batch", eps=1.0), "'rms' or 'layer'"),
         (lambda: norm_rows(x[None], kind="rms", eps=1.0), r"must be \[T, C\]"),
         (lambda: norm_rows(x, kind="rms", eps=1.0, recent=2), "need offsets"),
         (lambda: norm_rows(x, kind="rms", eps=0.0), "eps must be positive"),
+        (lambda: norm_rows(x, kind="rms", eps=1.0, places=index), "need the others"),
+        (lambda: norm_rows(x, kind="rms", eps=1.0, residual=x, places=index, others=index[:1]), r"\(4, 8\)"),
+        (lambda: norm_rows(x, kind="rms", eps=1.0, residual=x, places=index.int(), others=index[:0]), "int64"),
     ):
         with pytest.raises(ValueError, match=says):
             call()

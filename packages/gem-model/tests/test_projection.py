@@ -5,7 +5,7 @@ import torch
 from gem_model import embed, interaction, interformer, preset, projection
 from gem_model.dhen import DHEN
 from gem_model.interaction import TokenMix, Wukong
-from gem_model.projection import linear_of, project, project_both, with_bias
+from gem_model.projection import linear_of, project, project_apart, project_both, with_bias
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -145,3 +145,21 @@ def test_event_tokens_stay_in_the_working_dtype():
         tokens = encoder(rows, sequence, age, age)
     assert tokens.dtype == torch.bfloat16
     torch.testing.assert_close(tokens.float(), expected, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_rows_apart_are_rows_and_their_gradient_is_added(watched):
+    linear = torch.nn.Linear(6, 4).double()
+    if watched:
+        linear.register_forward_hook(lambda *_: None)
+    x = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    others = torch.tensor([7, 0, 4])
+    out, bias, rest = project_apart(linear, x, others)
+    assert (bias is None) == watched
+    torch.testing.assert_close(out, linear(x))
+    torch.testing.assert_close(rest, linear(x)[others])
+    probes = torch.randn_like(out), torch.randn_like(rest)
+    leaves = [x, linear.weight, linear.bias]
+    found = torch.autograd.grad([with_bias(out, bias), rest], leaves, probes)
+    wanted = torch.autograd.grad([linear(x), linear(x)[others]], leaves, probes)
+    torch.testing.assert_close(found, wanted)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from gem_kernels import most_recent, rotary_heads
 from gem_model import preset
+from gem_model.interformer import Tower
 from gem_model.sequence import ROPE_BASE, ROTE_BASE, History, HistoryAttention, PersonalisedFFN, place_events
 from gem_model.testing import RandomSequence
 
@@ -194,3 +195,30 @@ def test_places_of_no_events():
         ids={}, floats={}, time=torch.zeros(0, dtype=torch.int64), offsets=torch.tensor([0, 0, 0]), max_len=0
     )
     assert [t.shape for t in place_events(none, torch.tensor([5, 6]), 1.0)] == [(0,)] * 3
+
+
+@pytest.mark.parametrize("attention", ["softmax", "gdpa"])
+def test_cls_tokens_ask_among_the_events_as_beside_them(attention, monkeypatch):
+    """A whole tower with pooling by seeds, twice, so that what is added is settled where it lies among CLS tokens."""
+    config = preset("tiny", attention=attention, qk_norm=True, pma_seeds=5, pma_queries=2, recent=2)
+    towers = [randomised(Tower(config, config.width)) for _ in range(2)]
+    h = history(config.width)
+    cls = torch.randn(4, 3, config.width, dtype=torch.float64, requires_grad=True)
+    x_sum = torch.randn(4, config.n_sum, config.width, dtype=torch.float64, requires_grad=True)
+    leaves = [h.tokens, cls, x_sum, *(p for t in towers for p in t.parameters())]
+
+    def run():
+        now, tokens, sums = h, cls, []
+        for tower in towers:
+            now, tokens, s_sum = tower(now, tokens, x_sum)
+            sums.append(s_sum)
+        outs = [now.tokens, tokens, *sums]
+        probes = [torch.cos(torch.arange(o.numel(), dtype=torch.float64)).view(o.shape) for o in outs]
+        return outs, torch.autograd.grad(outs, leaves, probes)
+
+    assert towers[0].sequence.attention.together
+    seen, found = run()
+    monkeypatch.setattr(HistoryAttention, "together", False)
+    wanted, gradients = run()
+    torch.testing.assert_close(seen, wanted)
+    torch.testing.assert_close(found, gradients)

@@ -31,7 +31,9 @@ from gem_train.measuring.recompute import recompute
 from gem_train.testing import assembled, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
-PEERS = Operators(attention="padded", ffn="padded", rope="torch", norm="torch", stream="autocast", parts="torch")
+PEERS = Operators(
+    attention="padded", ffn="padded", rope="torch", norm="torch", stream="autocast", parts="torch", queries="apart"
+)
 
 
 def jagged_case(dtype=torch.float64):
@@ -123,6 +125,7 @@ def test_the_whole_model_computes_the_same_on_other_operators(rotary):
 
 def test_blocks_are_another_function():
     gem, batch = model(), random_batch(example_inputs(), 6, seed=5, lengths=None)
+    install(gem, Operators(queries="apart"))
     before = gem(batch)
     install(gem, Operators(block=16))
     assert torch.equal(gem(batch), before), "histories of 12 lie inside one block of 16"

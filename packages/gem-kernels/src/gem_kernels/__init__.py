@@ -13,13 +13,14 @@ from gem_kernels.jagged_attention import jagged_attention
 from gem_kernels.jagged_attention.tables import position_bias, time_bias
 from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.norms import layer_norm, qk_norm, rms_norm
-from gem_kernels.projections import Turn, gated_heads, rotary_heads, sigmoid_gate
+from gem_kernels.projections import Among, Turn, gated_heads, rotary_heads, sigmoid_gate
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
 from gem_kernels.sequences.padded import jagged_to_padded, padded_to_jagged
 from gem_kernels.stream import norm_rows
 
 __all__ = [
+    "Among",
     "Rope",
     "Turn",
     "__version__",

@@ -47,11 +47,13 @@ class RMSNorm(nn.Module):
         residual_bias: Tensor | None = None,
         offsets: Tensor | None = None,
         recent: int = 0,
+        places: Tensor | None = None,
+        others: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `norm_rows`."""
         return norm_rows(
             x, self.weight, kind="rms", eps=self.eps, residual=residual, residual_bias=residual_bias, offsets=offsets,
-            recent=recent,
+            recent=recent, places=places, others=others,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -76,11 +78,13 @@ class LayerNorm(nn.LayerNorm):
         residual_bias: Tensor | None = None,
         offsets: Tensor | None = None,
         recent: int = 0,
+        places: Tensor | None = None,
+        others: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `norm_rows`."""
         return norm_rows(
             x, self.weight, self.bias, kind="layer", eps=self.eps, residual=residual, residual_bias=residual_bias,
-            offsets=offsets, recent=recent,
+            offsets=offsets, recent=recent, places=places, others=others,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gem_kernels import dispatch, norms, sequences
+from gem_kernels.norms import placed
 
 __all__ = ["norm_rows"]
 
@@ -28,16 +29,22 @@ def norm_rows(
     eps: float,
     residual: Tensor | None = None,
     residual_bias: Tensor | None = None,
+    places: Tensor | None = None,
+    others: Tensor | None = None,
     offsets: Tensor | None = None,
     recent: int = 0,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`rms_norm` or `layer_norm` of h = x + residual, h itself, and `most_recent` of h.
 
+    With `places` the residual is [T + N, C] and h = x + residual[places]: what was made for the rows of x among others.
+
     Args:
         x: [T, C], see `rms_norm`.
         weight, bias, eps, residual, residual_bias: see there.
         kind: which norm.
+        places: [T] int64, each row's in the residual; and
+        others: [N] int64, those that are nobody's: together all numbers below T + N.
         offsets: [B + 1], for `recent`.
         recent: k of `most_recent`; 0 for none.
         backend: of the norm: "reference" or "triton"; None lets `dispatch` choose.
@@ -54,14 +61,27 @@ def norm_rows(
         raise ValueError(f"x must be [T, C]; got {tuple(x.shape)}")
     if recent and offsets is None:
         raise ValueError("the most recent rows need offsets")
-    norms._check(x, residual, weight, bias, residual_bias, eps)
+    if places is None:
+        norms._check(x, residual, weight, bias, residual_bias, eps)
+    else:
+        _check_places(x, residual, places, others)
+        norms._check(x, x, weight, bias, residual_bias, eps)
     name = dispatch.choose("norms", x, backend, (f"norm:{kind}", *(["residual"] if residual is not None else ())))
     # A row's sum is added to in place, which whatever looks on need not know of: it sees operators apart.
     watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    if places is not None and (name == dispatch.REFERENCE or watched):
+        assert residual is not None
+        residual = residual.index_select(0, places)
+        places = None
     if name == dispatch.REFERENCE or watched:
         found = norms._norm(x, residual, residual_bias, weight, bias, kind, eps, False, backend)
         y, total = (found, x) if isinstance(found, Tensor) else found
         latest = None
+    elif places is not None:
+        y, total, latest = _Placed.apply(
+            x, residual, residual_bias, weight, bias, places, others, offsets if recent else None, recent, kind,
+            float(eps), name,
+        )  # fmt: skip
     elif recent:
         assert offsets is not None
         sequences._check_offsets("offsets", offsets, x, False)
@@ -74,6 +94,22 @@ def norm_rows(
         assert offsets is not None
         latest = sequences.most_recent(total, offsets, recent)
     return y, total, latest
+
+
+def _check_places(x: Tensor, residual: Tensor | None, places: Tensor, others: Tensor | None) -> None:
+    if residual is None or others is None:
+        raise ValueError("places are those of rows in a residual, and need the others there")
+    for name, index in (("places", places), ("others", others)):
+        if index.dim() != 1 or index.dtype != torch.int64 or index.device != x.device:
+            raise ValueError(
+                f"{name} must be int64 [.] on {x.device}; got {tuple(index.shape)} {index.dtype} on {index.device}"
+            )
+    rows = (x.shape[0] + others.shape[0], x.shape[1])
+    if places.shape != x.shape[:1] or residual.shape != rows or residual.dtype != x.dtype:
+        raise ValueError(
+            f"with places [{x.shape[0]}] and {others.shape[0]} others, residual must be {rows} {x.dtype}; got "
+            f"{tuple(places.shape)} and {tuple(residual.shape)} {residual.dtype}"
+        )
 
 
 def _forward(
@@ -135,8 +171,51 @@ class _Recent(torch.autograd.Function):
         *saved, offsets = ctx.saved_tensors
         dx, (dweight, dbias, dsums) = _backward(ctx, dy, dtotal, *saved)
         if dlatest is not None:
-            dispatch.module("sequences", ctx.rest[3]).add_to_most_recent(dx, dlatest, offsets)
-            if dsums is not None:  # h holds the bias in these rows, too
-                there = torch.arange(dlatest.shape[1], device=dx.device) < offsets.diff()[:, None]
-                dsums += (dlatest.flatten(0, 1).t() @ there.flatten().to(dlatest.dtype)).to(dsums.dtype)
+            _add_latest(dx, dsums, dlatest, offsets, ctx.rest[3])
         return dx, dx if ctx.residual else None, dsums, dweight, dbias, *(None,) * 5
+
+
+def _add_latest(dx: Tensor, dsums: Tensor | None, dlatest: Tensor, offsets: Tensor, name: str) -> Tensor:
+    """Add what comes back for the most recent rows to the gradient of all, and to its columns' sums; returns which of
+    the most recent rows there are, [B, k].
+    """
+    dispatch.module("sequences", name).add_to_most_recent(dx, dlatest, offsets)
+    there = torch.arange(dlatest.shape[1], device=dx.device) < offsets.diff()[:, None]
+    if dsums is not None:  # h holds the bias in these rows, too
+        dsums += (dlatest.flatten(0, 1).t() @ there.flatten().to(dlatest.dtype)).to(dsums.dtype)
+    return there
+
+
+class _Placed(torch.autograd.Function):
+    """Both of the above for a residual with its rows elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, residual_bias: Tensor | None, weight: Tensor | None,
+        bias: Tensor | None, places: Tensor, others: Tensor, offsets: Tensor | None, recent: int, kind: str,
+        eps: float, name: str,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.rest = (kind, eps)
+        ctx.name = name
+        y, total = placed.forward(x, residual, places, weight, bias, *ctx.rest)
+        ctx.save_for_backward(total, places, others, weight, bias, residual_bias, offsets)
+        return y, total, None if offsets is None else sequences._most_recent(total, offsets, recent, name)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dlatest: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        total, places, others, weight, bias, residual_bias, offsets = ctx.saved_tensors
+        dy = torch.zeros_like(total) if dy is None else dy
+        dx, dresidual, (dweight, dbias, dsums) = placed.backward(
+            dy, dtotal, total, places, others, weight, bias, residual_bias, *ctx.rest
+        )
+        if dlatest is not None and dx.shape[0]:
+            there = _add_latest(dx, dsums, dlatest, offsets, ctx.name)
+            back = torch.arange(1, dlatest.shape[1] + 1, device=dx.device)
+            rows = (offsets[1:, None] - back).clamp(min=0).flatten()  # where there is none, nothing is added to any
+            added = torch.where(there[..., None], dlatest, 0).flatten(0, 1)
+            dresidual.index_add_(0, places[rows], added.to(dresidual.dtype))
+        return dx, dresidual, dsums, dweight, dbias, *(None,) * 7

@@ -29,8 +29,10 @@ CAST: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 @contextlib.contextmanager
-def cast_once(layer: nn.Module, x: Tensor) -> Iterator[None]:
+def cast_once(layer: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """While the block runs, what products of ``layer`` read is in the dtype that autocast asks for on x's device.
+
+    Gives the block what it has cast, tensors of one buffer.
 
     Parameters that autocast leaves alone, other layers than those of `CAST` (a precision recipe's), and parameters that
     are no plain tensors (sharded ones) stay as they are.
@@ -38,13 +40,14 @@ def cast_once(layer: nn.Module, x: Tensor) -> Iterator[None]:
     dtype = working_dtype(x)
     places = _places(layer) if dtype.itemsize == 2 and not torch.compiler.is_compiling() else []
     if not places:
-        yield
+        yield ()
         return
     held = [module._parameters[name] for module, name in places]
-    for (module, name), half in zip(places, _Cast.apply(dtype, *held), strict=True):
+    halves = _Cast.apply(dtype, *held)
+    for (module, name), half in zip(places, halves, strict=True):
         module._parameters[name] = half
     try:
-        yield
+        yield halves
     finally:
         for (module, name), parameter in zip(places, held, strict=True):
             module._parameters[name] = parameter

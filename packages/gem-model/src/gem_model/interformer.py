@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from gem_kernels import most_recent, sigmoid_gate
 from gem_kernels.nn import LayerNorm
@@ -15,6 +17,7 @@ from gem_model.config import GemConfig
 from gem_model.dhen import DHEN
 from gem_model.dropout import Dropout
 from gem_model.interaction import TokenMix, Wukong
+from gem_model.lanes import along
 from gem_model.names import ByName
 from gem_model.pooling import make_pool, pool
 from gem_model.projection import project, unaligned, with_bias, working_dtype
@@ -70,6 +73,7 @@ class Tower(nn.Module):
 
     def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor, Tensor]:
         """X_sum as it has entered -> history, CLS tokens [B, C, d], S_sum [B, C + pma_queries + recent, model's d]."""
+        history = self.sequence.with_seats(history, cls)
         history, cls = self.sequence(history, cls, x_sum)
         parts = [cls]
         if self.pma is not None:
@@ -130,7 +134,7 @@ class InterFormerLayer(nn.Module):
     def _forward(
         self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, History], dict[str, Tensor]]:
-        tokens = [x]
+        tokens, found = [x], []
         histories, cls = dict(histories), dict(cls)
         if self.summary is not None:
             x_sum = self.summary(x)
@@ -139,8 +143,13 @@ class InterFormerLayer(nn.Module):
                 entered = tower.enter(x_sum)  # type: ignore[operator]
                 if self.first:
                     cls[source] = torch.cat((entered, cls[source]), dim=1)
-                histories[source], cls[source], s_sum = tower(histories[source], cls[source], entered)
-                tokens.append(s_sum)
+                history, lane = histories[source], histories[source].lane
+                if lane is not None:
+                    history = replace(history, arrival=lane.takes(entered, *([cls[source]] if self.first else [])))
+                with along(lane):
+                    histories[source], cls[source], s_sum = tower(history, cls[source], entered)
+                found.append((lane, s_sum))
+            tokens += [s_sum if lane is None else lane.gives(s_sum) for lane, s_sum in found]
         return self.dropout(self.interaction(_together(tokens, align=True))), histories, cls
 
 

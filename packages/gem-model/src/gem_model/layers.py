@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from gem_model.casting import cast_once
+from gem_model.lanes import Lanes
 from gem_model.sequence import History
 
 Inputs = tuple[Tensor, dict[str, History], dict[str, Tensor]]  # X [B, N, d], histories and CLS tokens by source
@@ -29,6 +32,7 @@ class Layers(nn.ModuleList):
 
     Attributes:
         replay: what runs the layers in training in the place of :meth:`through`, or None.
+        lanes: the streams that the histories are captured on.
     """
 
     replay: Replaying | None
@@ -36,6 +40,7 @@ class Layers(nn.ModuleList):
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__(layers)
         self.replay = None
+        self.lanes = Lanes()
 
     def forward(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
         """X [B, N, d], histories and CLS tokens [B, C, d] by source -> X [B, N, d]."""
@@ -44,7 +49,17 @@ class Layers(nn.ModuleList):
         return self.through(x, histories, cls)
 
     def through(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
-        """As `forward`, layer by layer."""
+        """As `forward`, layer by layer; in a capture, each history on a stream of its own (lanes.py)."""
+        lanes = self.lanes.open(histories, x)
+        if not lanes:
+            return self._through(x, histories, cls)
+        with cast_once(self, x) as halves:  # all weights at once: a history need not wait for those of its next layer
+            for lane in lanes.values():
+                lane.takes(*halves)
+                lane.stream.wait_stream(torch.cuda.current_stream(x.device))
+            return self._through(x, {s: replace(h, lane=lanes[s]) for s, h in histories.items()}, cls)
+
+    def _through(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
         for layer in self:
             x, histories, cls = layer(x, histories, cls)
         return x

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gem_model.config import GemConfig
 from gem_model.interaction import TokenMix, mix_tokens
 from gem_model.projection import hooked, plain
-from gem_model.sequence import History
+from gem_model.sequence import History, Seats
 
 KRONECKER_TERMS = 2
 
@@ -43,16 +43,19 @@ class SeedPooling(nn.Module):
         residual: Tensor | None = None,
         residual_bias: Tensor | None = None,
         recent: int = 0,
+        seats: Seats | None = None,
     ) -> Any:
         """Tokens [T, d] of offsets [B + 1] -> [B, q, d]; with a residual, of s + residual, and that sum as well; with
-        ``recent``, also the most recent rows of that, [B, recent, d].
+        ``recent``, also the most recent rows of that, [B, recent, d]. With seats the residual is [T + B C, d] and has
+        the events' rows there; not where the reader is `watched`.
         """
         if watched(self.read):
             z, *others = self._read(s, offsets, max_len, residual, residual_bias, recent)
         else:
             kv = self.read.kv
             residual = None if residual is None else residual.to(s.dtype)
-            normal, *others = kv.norm.rows(s, residual, residual_bias, offsets, recent)  # type: ignore[operator, union-attr]
+            at = (None, None) if seats is None else (seats.events, seats.cls)
+            normal, *others = kv.norm.rows(s, residual, residual_bias, offsets, recent, *at)  # type: ignore[operator, union-attr]
             z = self.read.pooled(kv.linear(normal), offsets, max_len)  # type: ignore[operator]
         pooled, (total, latest) = self._combine(self.norm(z)), others
         if recent:
@@ -109,11 +112,13 @@ def pool(module: nn.Module, history: History, recent: int) -> tuple[Tensor, Hist
     at = (history.offsets, history.max_len)
     reader = module.read if isinstance(module, SeedPooling) else module
     more, bias = history.more, history.more_bias
-    if more is not None and type(reader.kv) is not NormLinear:  # of a precision recipe
-        more, bias = history.whole, None
-    if isinstance(module, SeedPooling) and recent:
-        pooled, tokens, latest = module(history.tokens, *at, more, bias, recent)
-        return pooled, history.settled(tokens), latest
+    sits = history.seated and isinstance(module, SeedPooling) and not watched(module.read)
+    seats = history.seats if sits else None
+    if more is not None and (type(reader.kv) is not NormLinear or (history.seated and seats is None)):
+        more, bias = history.whole, None  # of a precision recipe, or read by modules that know of no seats
+    if isinstance(module, SeedPooling) and (recent or seats is not None):
+        pooled, tokens, *latest = module(history.tokens, *at, more, bias, recent, seats)
+        return pooled, history.settled(tokens), latest[0] if recent else None
     if more is None:
         pooled = module(history.tokens, *at)
     else:

@@ -110,3 +110,48 @@ class _Both(torch.autograd.Function):
         x, y, both = ctx.saved_tensors
         dx, dy = (dout @ both).split((x.shape[1], y.shape[1]), dim=1)
         return dx, dy, dout.t() @ x, dout.t() @ y, None
+
+
+def project_apart(linear: nn.Module, x: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """linear(x) [T, out] with the bias as :func:`project` gives it, and its rows `others` [N] by themselves.
+
+    What comes back for these rows is added where the product has made the gradient of x, not to a gradient of all rows.
+    """
+    if not plain(linear) or linear.bias is None:
+        out, rest = _Apart.apply(linear(x), others)
+        return out, None, rest
+    given = (x, linear.weight, linear.bias.detach())  # type: ignore[operator]
+    out, rest = _ProjectApart.apply(*(t.to(working_dtype(x)) for t in given), others)  # type: ignore[union-attr]
+    return out, linear.bias, with_bias(rest, linear.bias)  # type: ignore[return-value, arg-type]
+
+
+class _Apart(torch.autograd.Function):
+    """x [T, C], and its rows `others`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(others)
+        return x.view_as(x), x.index_select(0, others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, drest: Tensor) -> tuple[Tensor, None]:
+        (others,) = ctx.saved_tensors
+        return dx.index_add(0, others, drest), None
+
+
+class _ProjectApart(torch.autograd.Function):
+    """x W^T + b [T, out], and its rows `others`; no gradient of b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w, others)
+        out = F.linear(x, w, bias)
+        return out, out.index_select(0, others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, drest: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, others = ctx.saved_tensors
+        dx, dw = dout @ w, dout.t() @ x
+        return dx.index_add_(0, others, drest @ w), dw.addmm_(drest.t(), x.index_select(0, others)), None, None

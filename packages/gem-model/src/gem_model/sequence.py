@@ -10,17 +10,41 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from gem_kernels import Turn, gated_heads, gdpa, jagged_attention, rotary_heads
+from gem_kernels import Among, Turn, block_attention, gated_heads, gdpa, jagged_attention, rotary_heads
 from gem_kernels.nn import NormLinear, RMSNorm
 from torch import Tensor, nn
 
 from gem_model.batch import SequenceLike
 from gem_model.config import GemConfig
 from gem_model.interaction import TokenMix
-from gem_model.projection import hooked, plain, project, project_both, with_bias, working_dtype
+from gem_model.lanes import Lane
+from gem_model.projection import hooked, plain, project, project_apart, project_both, with_bias, working_dtype
 
 ROPE_BASE = 10_000.0
 ROTE_BASE = 100.0  # log time runs from 0 to about 15, not to 10,000: a smaller base keeps every frequency useful
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seats:
+    """Where CLS tokens and events stand in one jagged tensor of both: each sample's C CLS tokens before its events."""
+
+    events: Tensor  # [T]
+    cls: Tensor  # [B C]
+    offsets: Tensor  # [B + 1]
+    count: int  # C
+
+    @classmethod
+    def of(cls, offsets: Tensor, total: int, count: int) -> Seats:
+        """Of T events with `offsets`, nothing waiting for the device."""
+        index = torch.arange(max(total, offsets.shape[0], count), device=offsets.device)
+        before = index[: offsets.shape[0]] * count
+        sample = torch.searchsorted(offsets[1:], index[:total], right=True)
+        return cls(
+            events=index[:total] + (sample + 1) * count,
+            cls=((offsets + before)[:-1, None] + index[:count]).flatten(),
+            offsets=offsets + before,
+            count=count,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,30 +61,43 @@ class History:
     max_len: int
     rank: Tensor  # [T] int64: 1 for the latest event of a sample, 2 for the one before
     age: Tensor  # [T] float32: log(1 + dt / time_scale) from the event to the request
-    more: Tensor | None = None  # [T, d]
+    more: Tensor | None = None  # [T, d]; [T + B C, d] where it is `seated`
     more_bias: Tensor | None = None  # [d]
+    seats: Seats | None = None  # made once for all layers
+    seated: bool = False  # what is added to event t is row seats.events[t] of ``more``
+    lane: Lane | None = None  # what works on them is captured there
+    arrival: torch.cuda.Event | None = None  # after it, what comes from outside the lane is there
 
-    def plus(self, more: Tensor, bias: Tensor | None) -> History:
+    def plus(self, more: Tensor, bias: Tensor | None, seats: Seats | None = None) -> History:
         """The same events with something to be added to their tokens; only where nothing is waiting for that."""
         assert self.more is None
-        return replace(self, more=more, more_bias=bias)
+        return replace(self, more=more, more_bias=bias, seats=seats or self.seats, seated=seats is not None)
 
     def settled(self, tokens: Tensor | None = None) -> History:
         """With ``more`` added; ``tokens`` is the sum where somebody has it already."""
         if tokens is None:
             tokens = self.tokens if self.more is None else self.tokens + self.whole.to(self.tokens.dtype)
-        return replace(self, tokens=tokens, more=None, more_bias=None)
+        return replace(self, tokens=tokens, more=None, more_bias=None, seated=False)
+
+    def meet(self) -> None:
+        """What is enqueued on the lane from now on may read what comes from outside."""
+        if self.arrival is not None:
+            torch.cuda.current_stream().wait_event(self.arrival)
 
     @property
     def whole(self) -> Tensor:
-        """``more``, from which gradients also reach the bias in it."""
+        """``more`` of every event [T, d], from which gradients also reach the bias in it."""
         assert self.more is not None
-        return self.more if self.more_bias is None else with_bias(self.more, self.more_bias)
+        more = self.more
+        if self.seated:
+            assert self.seats is not None
+            more = more.index_select(0, self.seats.events)
+        return more if self.more_bias is None else with_bias(more, self.more_bias)
 
 
 def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, History]:
     """What a layer makes of the tokens, [T, out], its bias as :func:`project` gives it, and the history settled."""
-    if type(layer) is NormLinear and not hooked(layer) and not hooked(layer.norm):
+    if type(layer) is NormLinear and not hooked(layer) and not hooked(layer.norm) and not history.seated:
         more = None if history.more is None else history.more.to(history.tokens.dtype)
         out, tokens, _ = layer.norm.rows(history.tokens, more, history.more_bias)  # type: ignore[operator]
         return (*project(layer.linear, out), history.settled(tokens))
@@ -135,6 +172,7 @@ class PersonalisedFFN(nn.Module):
         """Tokens [T, d]; x_sum [B, n_sum, d]."""
         packed, bias, history = read(self.up, history)
         hidden, q = self._parts(packed, bias)
+        history.meet()  # X_sum, for which what precedes need not wait
         if not self.personal:
             return history.plus(*project(self.down, hidden))
         k, v = self._personal(self._packed(x_sum))  # [B P, H, D]
@@ -178,7 +216,7 @@ class HistoryAttention(nn.Module):
     def __init__(self, config: GemConfig, *, events_attend: bool) -> None:
         super().__init__()
         self.heads, self.head_dim = config.heads, config.head_dim
-        self.window, self.causal = config.window, config.causal
+        self.window, self.block, self.causal = config.window, config.block, config.causal
         self.rotary, self.attention, self.activation = config.rotary, config.attention, config.activation
         self.events_attend = events_attend
         self.qkv = NormLinear(config.width, (3 if events_attend else 2) * config.width, norm="layer")
@@ -192,16 +230,47 @@ class HistoryAttention(nn.Module):
         """Events [T, d] and CLS tokens [B, C, d] -> the same shapes."""
         batch, count = cls.shape[:2]
         packed, bias, history = read(self.qkv, history)
+        if self.together:
+            return self._together(packed, bias, history, cls)
         q_events, (k, v), (k_again, v_again) = self._parts(packed, bias, history)
         if q_events is not None:
-            window = None if self.window is None else (self.window, self.window)
-            seen = self._attend(
-                q_events, k, v, history.offsets, history, history.max_len, causal=self.causal, window=window
-            )
+            seen = self._seen(q_events, k, v, history)
             history = history.plus(*project(self.out, seen))
-        q = self.norms.q(self.cls_q(cls).view(batch * count, self.heads, self.head_dim)).to(k.dtype)
+        q = self._asked(cls, k.dtype)
         told = self._attend(q, k_again, v_again, uniform_offsets(batch, count, cls.device), history, count)
         return history, cls + self.out(told).view(cls.shape)
+
+    @property
+    def together(self) -> bool:
+        """Whether events and CLS tokens ask in one call: where all of them see the whole history."""
+        return self.events_attend and self.window is None and self.block is None and not self.causal
+
+    def with_seats(self, history: History, cls: Tensor) -> History:
+        """The history with what one call for events and CLS tokens needs to know of it; the same for all layers."""
+        count = cls.shape[1]
+        if not self.together or (history.seats is not None and history.seats.count == count):
+            return history
+        return replace(history, seats=Seats.of(history.offsets, history.tokens.shape[0], count))
+
+    def _together(self, packed: Tensor, bias: Tensor | None, history: History, cls: Tensor) -> tuple[History, Tensor]:
+        """The CLS tokens' queries stand among the events': keys and values are read once and get one gradient."""
+        seats, count = self.with_seats(history, cls).seats, cls.shape[1]
+        assert seats is not None
+        q, k, v = rotary_heads(
+            packed,
+            self.heads,
+            self.norms.weights,
+            turns=self._turns(history),
+            among=Among(rows=self._asked(cls, packed.dtype), places=seats.events, others=seats.cls),
+            bias=bias,
+        )
+        seen = self._attend(q, k, v, seats.offsets, history, history.max_len + count)
+        more, out_bias, told = project_apart(self.out, seen, seats.cls)
+        return history.plus(more, out_bias, seats), cls + told.view(cls.shape)
+
+    def _asked(self, cls: Tensor, dtype: torch.dtype) -> Tensor:
+        """The CLS tokens' queries, [B C, H, D]."""
+        return self.norms.q(self.cls_q(cls).view(-1, self.heads, self.head_dim)).to(dtype)  # type: ignore[no-any-return]
 
     def _parts(
         self, packed: Tensor, bias: Tensor | None, history: History
@@ -209,18 +278,29 @@ class HistoryAttention(nn.Module):
         """The events' queries, or None where they don't ask; keys and values [T, H, D], for them and for the CLS
         tokens.
         """
-        turns = [Turn(positions=place, base=base) for place, base in self.places(history)]
-        weights = self.norms.weights
+        turns, weights = self._turns(history), self.norms.weights
         if self.events_attend:
             q, k, v, *again = rotary_heads(packed, self.heads, weights, turns=turns, readers=2, bias=bias)
             return q, (k, v), (again[0], again[1])
         k, v = rotary_heads(packed, self.heads, weights[1:], turns=turns, bias=bias)
         return None, (k, v), (k, v)
 
+    def _turns(self, history: History) -> list[Turn]:
+        return [Turn(positions=place, base=base) for place, base in self.places(history)]
+
     def places(self, history: History) -> list[tuple[Tensor, float]]:
         """What rotates q and k, with its base: rank, age, or rank the first half of the heads and age the others."""
         rank, age = (history.rank, ROPE_BASE), (history.age, ROTE_BASE)
         return {"none": [], "position": [rank], "time": [age], "both": [rank, age]}[self.rotary]
+
+    def _seen(self, q: Tensor, k: Tensor, v: Tensor, history: History) -> Tensor:
+        """What the events see of one another, [T, d]."""
+        if self.block is None:
+            window = None if self.window is None else (self.window, self.window)
+            return self._attend(q, k, v, history.offsets, history, history.max_len, causal=self.causal, window=window)
+        activation = None if self.attention == "softmax" else self.activation
+        out = block_attention(q, k, v, history.offsets, block=self.block, activation=activation).flatten(1)
+        return out if self.out_norm is None else self.out_norm(out)  # type: ignore[no-any-return]
 
     def _attend(
         self,
@@ -255,6 +335,10 @@ class SequenceLayer(nn.Module):
         super().__init__()
         self.ffn = PersonalisedFFN(config)
         self.attention = HistoryAttention(config, events_attend=events_attend)
+
+    def with_seats(self, history: History, cls: Tensor) -> History:
+        """See `HistoryAttention.with_seats`."""
+        return self.attention.with_seats(history, cls)  # type: ignore[operator, union-attr, no-any-return]
 
     def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor]:
         """History of [T, d] tokens, CLS [B, C, d] and X_sum [B, n_sum, d] -> history and CLS."""

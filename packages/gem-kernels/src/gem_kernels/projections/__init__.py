@@ -20,7 +20,7 @@ from gem_kernels.checks import FLOATS
 from gem_kernels.operator import operator
 from gem_kernels.projections import reference
 
-__all__ = ["Turn", "gated_heads", "key_value", "rotary_heads", "sigmoid_gate"]
+__all__ = ["Among", "Turn", "gated_heads", "key_value", "rotary_heads", "sigmoid_gate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,19 @@ class Turn:
 
     positions: Tensor
     base: float = 10000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Among:
+    """Rows [N, H, D] of another tensor that are to stand among the T rows of a part, with no copy of these.
+
+    `places` [T] and `others` [N], int64, say where the part's own rows and the others stand; together they are all
+    numbers below T + N.
+    """
+
+    rows: Tensor
+    places: Tensor
+    others: Tensor
 
 
 def gated_heads(
@@ -84,6 +97,7 @@ def rotary_heads(
     *,
     turns: Sequence[Turn] = (),
     readers: int = 1,
+    among: Among | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-6,
     backend: str | None = None,
@@ -96,6 +110,7 @@ def rotary_heads(
         weights: of the norms of the n = 1 or 2 parts before v, [D] each, or None for no norm.
         turns: none; one for all heads; or two, of the first H // 2 heads and of the others.
         readers: 2 gives k and v twice, for two operators that read them: their gradients then meet in the kernel.
+        among: other queries, as they are, to stand among those of packed: q is then [T + N, H, D].
         bias: [(n + 1) H D] floating, the projection's, as in `gated_heads`.
         eps: added to the mean square, positive.
         backend: "reference" or "triton"; None lets `dispatch` choose.
@@ -128,13 +143,20 @@ def rotary_heads(
                 f"{tuple(turn.positions.shape)} on {turn.positions.device} and {turn.base}"
             )
     _check_bias(bias, packed)
+    if among is not None:
+        _check_among(among, packed, heads, dim, len(weights))
     positions, bases = [t.positions.detach() for t in turns], [float(t.base) for t in turns]
     name = dispatch.choose("projections", packed, backend, (f"head:{dim}",))
     if name == dispatch.REFERENCE or (weights[0] is None) != (weights[-1] is None):
         whole = reference.with_bias(packed, bias)
         parts = reference.rotary_heads(whole, heads, weights, positions, bases, float(eps))
+        if among is not None:
+            parts = (reference.among(parts[0], among.rows, among.places, among.others), *parts[1:])
         return parts if readers == 1 else (*parts, *parts[-2:])
-    return _Rotary.apply(packed, bias, *weights, len(weights), heads, positions, bases, readers, float(eps), name)  # type: ignore[no-any-return]
+    rows, *places = (None, None, None) if among is None else (among.rows, among.places, among.others)
+    return _Rotary.apply(  # type: ignore[no-any-return]
+        packed, bias, rows, *weights, len(weights), heads, positions, bases, places, readers, float(eps), name
+    )
 
 
 def sigmoid_gate(x: Tensor, logits: Tensor, *, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -214,6 +236,19 @@ def _check_bias(bias: Tensor | None, packed: Tensor) -> None:
         _check_weight("bias", bias, packed.shape[1])
 
 
+def _check_among(among: Among, packed: Tensor, heads: int, dim: int, slots: int) -> None:
+    if slots != 2:
+        raise ValueError("rows can stand among queries alone, and there are none beside one weight")
+    rows, given = among.rows, (among.places, among.others)
+    if rows.dtype != packed.dtype or rows.shape[1:] != (heads, dim) or rows.dim() != 3:
+        raise ValueError(f"among.rows must be [N, {heads}, {dim}] {packed.dtype}; got {tuple(rows.shape)} {rows.dtype}")
+    for name, x, count in zip(("places", "others"), given, (packed.shape[0], rows.shape[0]), strict=True):
+        if x.shape != (count,) or x.dtype != torch.int64 or x.device != packed.device:
+            raise ValueError(
+                f"among.{name} must be [{count}] int64 on {packed.device}; got {tuple(x.shape)} {x.dtype} on {x.device}"
+            )
+
+
 def _check_weight(name: str, weight: Tensor, dim: int) -> None:
     if weight.shape != (dim,) or weight.dtype not in FLOATS:
         raise ValueError(f"{name} must be floating [{dim}]; got {tuple(weight.shape)} {weight.dtype}")
@@ -268,11 +303,14 @@ class _Gated(torch.autograd.Function):
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-        *weights, count, heads, positions, bases, readers, eps, backend = args
-        ctx.save_for_backward(packed, bias, *weights, *positions)
+    def forward(ctx: Any, packed: Tensor, bias: Tensor | None, rows: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+        *weights, count, heads, positions, bases, (places, others), readers, eps, backend = args
+        ctx.save_for_backward(packed, bias, *weights, *positions, places, others)
         ctx.rest = (count, heads, bases, eps, backend)
-        *parts, k = _rotary(packed, weights, heads, positions, bases, eps, backend)
+        added = 0 if rows is None else rows.shape[0]
+        *parts, k = _rotary(packed, weights, heads, positions, bases, places, added, eps, backend)
+        if rows is not None:
+            parts[0].index_copy_(0, others, rows)
         v = packed.view(packed.shape[0], count + 1, heads, k.shape[2])[:, count]
         return (*parts, k, v) if readers == 1 else (*parts, k, v, k.view(k.shape), v.view(v.shape))
 
@@ -280,14 +318,15 @@ class _Rotary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         count, heads, bases, eps, backend = ctx.rest
-        packed, bias, *saved = ctx.saved_tensors
+        packed, bias, *saved, places, others = ctx.saved_tensors
         weights, positions = saved[:count], saved[count:]
         found = [*((None,) if count == 1 else ()), *grads]
         dpacked, dbias, *dweights = _rotary_backward(
-            found, packed, weights, bias, heads, positions, bases, eps, backend
+            found, packed, weights, bias, heads, positions, bases, places, eps, backend
         )
+        drows = None if others is None else grads[0].index_select(0, others)
         dweights = [None if w is None else dw for w, dw in zip(weights, dweights, strict=True)]
-        return dpacked, None if bias is None else dbias, *dweights, *(None,) * 7
+        return dpacked, None if bias is None else dbias, drows, *dweights, *(None,) * 8
 
 
 @operator("gated_heads")
@@ -332,16 +371,19 @@ def _rotary(
     heads: int,
     positions: list[Tensor],
     bases: list[float],
+    places: Tensor | None,
+    added: int,
     eps: float,
     backend: str,
 ) -> list[Tensor]:
-    return dispatch.module("projections", backend).rotary(packed, weights, heads, positions, bases, eps)  # type: ignore[no-any-return]
+    rotary = dispatch.module("projections", backend).rotary
+    return rotary(packed, weights, heads, positions, bases, places, added, eps)  # type: ignore[no-any-return]
 
 
 @_rotary.register_fake
-def _(packed, weights, heads, *_rest):  # type: ignore[no-untyped-def]
+def _(packed, weights, heads, positions, bases, places, added, *_rest):  # type: ignore[no-untyped-def]
     dim = packed.shape[1] // ((len(weights) + 1) * heads)
-    return [packed.new_empty(packed.shape[0], heads, dim) for _ in weights]
+    return [packed.new_empty(packed.shape[0] + (added if i == 0 else 0), heads, dim) for i in range(len(weights))]
 
 
 @operator("rotary_heads_backward")
@@ -353,11 +395,12 @@ def _rotary_backward(
     heads: int,
     positions: list[Tensor],
     bases: list[float],
+    places: Tensor | None,
     eps: float,
     backend: str,
 ) -> list[Tensor]:
     backward = dispatch.module("projections", backend).rotary_backward
-    return backward(grads, packed, weights, bias, heads, positions, bases, eps)  # type: ignore[no-any-return]
+    return backward(grads, packed, weights, bias, heads, positions, bases, places, eps)  # type: ignore[no-any-return]
 
 
 @_rotary_backward.register_fake

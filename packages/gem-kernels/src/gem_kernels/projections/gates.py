@@ -125,11 +125,12 @@ def shares(rows: int, bm: int) -> tuple[int, int]:
 
 
 def sum_up(sums: Tensor, parts: int, *into: Tensor) -> None:
-    """Add up the programs' sums [parts, columns] into one vector, or two of the same length side by side."""
+    """Add up the programs' sums [parts, columns] into one vector, or two or three of the same length side by side."""
     columns = into[0].shape[0]
     launch(
         norms._sum_kernel, triton.cdiv(len(into) * columns, norms.SUM.bn), sums.device, norms.SUM,
-        sums, into[0], into[-1], parts, C=columns, BIAS=len(into) == 2, BM=norms.SUM.bm, BN=norms.SUM.bn,
+        sums, into[0], into[min(1, len(into) - 1)], parts, C=columns, BIAS=len(into) > 1, BM=norms.SUM.bm,
+        BN=norms.SUM.bn, third_f32=into[2] if len(into) == 3 else None,
     )  # fmt: skip
 
 

@@ -53,3 +53,9 @@ def rotary_heads(
     """[T, (n + 1) H D] -> n tensors [T, H, D], normed and turned, and the last one as it is."""
     *turning, v = packed.unflatten(1, (len(weights) + 1, heads, -1)).unbind(1)
     return (*(turned(normed(x, w, eps), positions, bases) for x, w in zip(turning, weights, strict=True)), v)
+
+
+def among(x: Tensor, rows: Tensor, places: Tensor, others: Tensor) -> Tensor:
+    """x [T, H, D] at its places and rows [N, H, D] at theirs, [T + N, H, D]."""
+    whole = x.new_zeros(x.shape[0] + rows.shape[0], *x.shape[1:])
+    return whole.index_copy(0, places, x).index_copy(0, others, rows)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gem_kernels import dispatch, tiling
+from gem_kernels.norms import placed
 from gem_kernels.projections import gates
 from gem_kernels.projections.gates import empty_like, shares, sigmoid, sigmoid_backward, sum_up
 from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature
@@ -93,10 +94,12 @@ def _slot(
 
 @triton.jit(do_not_specialize=["rows"])
 def _heads_kernel(
-    packed_ptr, weight0_f32, weight1_f32, first_f32, second_f32, out0_ptr, out1_ptr, packed_row, rows,
-    SLOTS: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    packed_ptr, weight0_f32, weight1_f32, first_f32, second_f32, places_offsets, out0_ptr, out1_ptr, packed_row, rows,
+    PLACES: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr,
     EPS: tl.constexpr, NORM: tl.constexpr, TURNS: tl.constexpr, LOG2_FIRST: tl.constexpr, LOG2_SECOND: tl.constexpr,
 ):  # fmt: skip
+    """PLACES: row i of the first slot goes to row places[i]."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = row < rows
     at, mask = _places(row, packed_row, inside, HEADS, HP, D, DP)
@@ -104,7 +107,11 @@ def _heads_kernel(
     cos, sin = 0.0, 0.0
     if TURNS:
         cos, sin = _angles(first_f32, second_f32, row, inside, TURNS, HEADS, HP, D, DP, LOG2_FIRST, LOG2_SECOND)
-    _slot(packed_ptr, out0_ptr, weight0_f32, at, to, mask, cos, sin, D, DP, HP, BM, EPS, NORM, TURNS)
+    first_to = to
+    if PLACES:
+        place = tl.load(places_offsets + row, mask=inside, other=0)
+        first_to, _ = _places(place, HEADS * D, inside, HEADS, HP, D, DP)
+    _slot(packed_ptr, out0_ptr, weight0_f32, at, first_to, mask, cos, sin, D, DP, HP, BM, EPS, NORM, TURNS)
     if SLOTS == 2:
         source = packed_ptr + HEADS * D
         _slot(source, out1_ptr, weight1_f32, at, to, mask, cos, sin, D, DP, HP, BM, EPS, NORM, TURNS)
@@ -145,13 +152,13 @@ def _store_heads(parts_f32, total, HEADS: tl.constexpr, HP: tl.constexpr, D: tl.
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _heads_backward_kernel(
-    packed_ptr, weight0_f32, weight1_f32, first_f32, second_f32, d0_ptr, d1_ptr, d1_again_ptr, dv_ptr, dv_again_ptr,
-    dpacked_ptr, parts_f32, sums_f32, packed_row, dpacked_row, rows, tiles,
-    SLOTS: tl.constexpr, VALUES: tl.constexpr, AGAIN: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
-    HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
-    TURNS: tl.constexpr, LOG2_FIRST: tl.constexpr, LOG2_SECOND: tl.constexpr, STAGES: tl.constexpr,
+    packed_ptr, weight0_f32, weight1_f32, first_f32, second_f32, places_offsets, d0_ptr, d1_ptr, d1_again_ptr, dv_ptr,
+    dv_again_ptr, dpacked_ptr, parts_f32, sums_f32, packed_row, dpacked_row, rows, tiles,
+    PLACES: tl.constexpr, SLOTS: tl.constexpr, VALUES: tl.constexpr, AGAIN: tl.constexpr, BIAS: tl.constexpr,
+    HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr,
+    NORM: tl.constexpr, TURNS: tl.constexpr, LOG2_FIRST: tl.constexpr, LOG2_SECOND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """d0 is of the first slot and d1 of the second; of one slot alone, d1 and its second reader's."""
+    """d0 is of the first slot and d1 of the second; of one slot alone, d1 and its second reader's. PLACES: above."""
     part = tl.program_id(0).to(tl.int64)
     if NORM:
         dweight0 = tl.zeros((BM, HP, DP), tl.float32)
@@ -173,8 +180,12 @@ def _heads_backward_kernel(
         if TURNS:
             cos, sin = _angles(first_f32, second_f32, row, inside, TURNS, HEADS, HP, D, DP, LOG2_FIRST, LOG2_SECOND)
         if SLOTS == 2:
+            first_from = from_
+            if PLACES:
+                place = tl.load(places_offsets + row, mask=inside, other=0)
+                first_from, _ = _places(place, HEADS * D, inside, HEADS, HP, D, DP)
             dw, d = _slot_backward(
-                packed_ptr, dpacked_ptr, d0_ptr, d0_ptr, weight0_f32, at, to, from_, mask, cos, sin,
+                packed_ptr, dpacked_ptr, d0_ptr, d0_ptr, weight0_f32, at, to, first_from, mask, cos, sin,
                 D, DP, HP, BM, EPS, NORM, TURNS, False,
             )  # fmt: skip
             if NORM:
@@ -244,17 +255,19 @@ def _turns(positions: list[Tensor], bases: list[float]) -> dict[str, object]:
 
 def _forward(
     packed: Tensor, weights: list[Tensor | None], heads: int, dim: int, positions: list[Tensor], bases: list[float],
-    eps: float,
+    places: Tensor | None, added: int, eps: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Every slot [T, H, D] of packed [T, >= slots H D]."""
+    """Every slot [T, H, D] of packed [T, >= slots H D]; the first with `added` rows that are left to the caller."""
     rows = packed.shape[0]
-    outs = [torch.empty(rows, heads, dim, dtype=packed.dtype, device=packed.device) for _ in weights]
-    places = [p.contiguous() for p in positions] or [packed]
+    counts = (rows + added, rows)[: len(weights)]
+    outs = [torch.empty(n, heads, dim, dtype=packed.dtype, device=packed.device) for n in counts]
+    turned = [p.contiguous() for p in positions] or [packed]
     given = [packed if w is None else w for w in weights]
     t = tile(heads, dim, False)
     launch(
         _heads_kernel, triton.cdiv(rows, t.bm) if dim else 0, packed.device, t,
-        packed, given[0], given[-1], places[0], places[-1], outs[0], outs[-1], packed.stride(0), rows,
+        packed, given[0], given[-1], turned[0], turned[-1], packed if places is None else places.contiguous(),
+        outs[0], outs[-1], packed.stride(0), rows, PLACES=places is not None,
         SLOTS=len(weights), **_shape(heads, dim), BM=t.bm, EPS=eps, NORM=weights[0] is not None,
         **_turns(positions, bases),
     )  # fmt: skip
@@ -263,7 +276,7 @@ def _forward(
 
 def _backward(
     grads: list[Tensor | None], packed: Tensor, dpacked: Tensor, weights: list[Tensor | None], dbias: Tensor | None,
-    heads: int, dim: int, positions: list[Tensor], bases: list[float], eps: float,
+    heads: int, dim: int, positions: list[Tensor], bases: list[float], places: Tensor | None, eps: float,
 ) -> list[Tensor]:  # fmt: skip
     """Writes the columns of the slots, and of v if there are its gradients, into dpacked and their sums into dbias.
 
@@ -275,7 +288,7 @@ def _backward(
     assert dk is not None
     dv, dk_again, dv_again = (*others, None, None, None)[:3]
     d0, d1, d1_again, v, v_again = (dk if x is None else x.contiguous() for x in (dq, dk, dk_again, dv, dv_again))
-    places = [p.contiguous() for p in positions] or [packed]
+    turned = [p.contiguous() for p in positions] or [packed]
     given = [packed if w is None else w for w in weights]
     t = tile(heads, dim, True)
     parts, each = shares(packed.shape[0] if dim else 0, t.bm)
@@ -285,8 +298,9 @@ def _backward(
     )
     launch(
         _heads_backward_kernel, parts, packed.device, t,
-        packed, given[0], given[-1], places[0], places[-1], d0, d1, d1_again, v, v_again, dpacked, sums, totals,
-        packed.stride(0), dpacked.stride(0), packed.shape[0], each,
+        packed, given[0], given[-1], turned[0], turned[-1], packed if places is None else places.contiguous(),
+        d0, d1, d1_again, v, v_again, dpacked, sums, totals,
+        packed.stride(0), dpacked.stride(0), packed.shape[0], each, PLACES=places is not None,
         SLOTS=slots, VALUES=dv is not None, AGAIN=dk_again is not None, BIAS=dbias is not None, **_shape(heads, dim),
         BM=t.bm, EPS=eps, NORM=norm, **_turns(positions, bases), STAGES=t.stages,
     )  # fmt: skip
@@ -306,7 +320,7 @@ def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: f
     packed = rows_of(packed)
     dim = (packed.shape[1] - 2 * hidden) // heads
     h = gates.swiglu(packed, hidden)
-    return h, _forward(packed[:, 2 * hidden :], [weight], heads, dim, [], [], eps)[0]
+    return h, _forward(packed[:, 2 * hidden :], [weight], heads, dim, [], [], None, 0, eps)[0]
 
 
 def gated_backward(
@@ -321,21 +335,23 @@ def gated_backward(
     behind = None if bias is None else dbias[2 * hidden :]
     gates.swiglu_backward(rows_of(dgated), packed, dpacked, None if bias is None else dbias[: 2 * hidden], hidden)
     q, dq_to = packed[:, 2 * hidden :], dpacked[:, 2 * hidden :]
-    (dweight,) = _backward([None, dq], q, dq_to, [weight], behind, heads, dim, [], [], eps)
+    (dweight,) = _backward([None, dq], q, dq_to, [weight], behind, heads, dim, [], [], None, eps)
     return dpacked, dweight, dbias
 
 
 def rotary(
-    packed: Tensor, weights: list[Tensor | None], heads: int, positions: list[Tensor], bases: list[float], eps: float
-) -> list[Tensor]:
+    packed: Tensor, weights: list[Tensor | None], heads: int, positions: list[Tensor], bases: list[float],
+    places: Tensor | None, added: int, eps: float,
+) -> list[Tensor]:  # fmt: skip
     """The slots before v."""
     packed = rows_of(packed)
-    return _forward(packed, weights, heads, packed.shape[1] // ((len(weights) + 1) * heads), positions, bases, eps)
+    dim = packed.shape[1] // ((len(weights) + 1) * heads)
+    return _forward(packed, weights, heads, dim, positions, bases, places, added, eps)
 
 
 def rotary_backward(
     grads: list[Tensor | None], packed: Tensor, weights: list[Tensor | None], bias: Tensor | None, heads: int,
-    positions: list[Tensor], bases: list[float], eps: float,
+    positions: list[Tensor], bases: list[float], places: Tensor | None, eps: float,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of packed, of the bias and of each weight ([0] for what there is not)."""
     packed = rows_of(packed)
@@ -343,16 +359,18 @@ def rotary_backward(
     dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     dbias = empty_like(bias, packed)
     into = None if bias is None else dbias
-    return [dpacked, dbias, *_backward(grads, packed, dpacked, weights, into, heads, dim, positions, bases, eps)]
+    dweights = _backward(grads, packed, dpacked, weights, into, heads, dim, positions, bases, places, eps)
+    return [dpacked, dbias, *dweights]
 
 
 def compile_cases() -> list[CompileCase]:
     """Every kernel at the shapes of GEM's preset "large", and of a small one with odd sizes."""
-    cases = gates.compile_cases()
+    cases = gates.compile_cases() + placed.compile_cases()  # of all passes between projections
     for heads, dim, turns in ((4, 128, 1), (3, 24, 2)):
         for slots in (1, 2):
             shared: dict[str, object] = {
-                "SLOTS": slots, **_shape(heads, dim), "EPS": 1e-6, "NORM": True, "TURNS": turns if slots == 2 else 0,
+                "PLACES": slots == 2, "SLOTS": slots, **_shape(heads, dim), "EPS": 1e-6, "NORM": True,
+                "TURNS": turns if slots == 2 else 0,
                 "LOG2_FIRST": math.log2(1e4), "LOG2_SECOND": math.log2(1e2),
             }  # fmt: skip
             for name, kernel, extra in (

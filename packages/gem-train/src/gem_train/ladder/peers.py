@@ -8,13 +8,16 @@
                 kernel    gem_kernels.gdpa
     rope        torch     the rotary embedding in plain PyTorch
                 kernel    gem_kernels.rope
-    norm        torch     torch.nn.LayerNorm after a sum
+    norm        torch     torch.nn.LayerNorm after a sum, torch's rms_norm of heads and of what is pooled
                 dispatch  gem_kernels.layer_norm, which adds the residual, on the backend that its dispatch chooses
                 kernel    the same on its Triton kernel
     stream      autocast  tokens stay in the dtype in which autocast leaves torch's norms, float32
                 half      in autocast's own
     parts       torch     packed projections taken apart, gated, normed and rotated one by one
                 kernel    gem_kernels.gated_heads and rotary_heads, which leaves nothing for `rope` to do
+    queries     apart     CLS tokens ask the history in a call of their own
+                together  their queries stand among the events': one call, where all see the whole history (with
+                          `parts` of kernel, which puts them there)
 
 The modules of a model keep their parameters and get another class, by name, so that a rung is a real alternative of
 the same function. `block` is different: events attend inside blocks of 64, which is another function.
@@ -32,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from gem_kernels import block_attention, jagged, jagged_attention, layer_norm, most_recent, rope
 from gem_kernels.gdpa.activations import ACTIVATIONS
-from gem_kernels.nn import PMA, LayerNorm
+from gem_kernels.nn import PMA, LayerNorm, RMSNorm
 from gem_lowprec import low_precision_attention
 from gem_model.layers import Layers
 from gem_model.projection import with_bias
@@ -45,6 +48,7 @@ Rotary = Literal["torch", "kernel"]
 Norm = Literal["torch", "dispatch", "kernel"]
 Stream = Literal["autocast", "half"]
 Parts = Literal["torch", "kernel"]
+Queries = Literal["apart", "together"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +61,13 @@ class Operators:
     norm: Norm = "dispatch"
     stream: Stream = "half"
     parts: Parts = "kernel"
+    queries: Queries = "together"
     block: int | None = None
 
     def __post_init__(self) -> None:
         kinds = (
             ("attention", Attention), ("ffn", Ffn), ("rope", Rotary), ("norm", Norm), ("stream", Stream),
-            ("parts", Parts),
+            ("parts", Parts), ("queries", Queries),
         )  # fmt: skip
         for name, kind in kinds:
             if getattr(self, name) not in get_args(kind):
@@ -74,7 +79,7 @@ def install(model: nn.Module, operators: Operators) -> dict[str, list[str]]:
 
     Raises ValueError where nothing was found to replace: a rung that changes nothing must not be taken for one.
     """
-    found: dict[str, list[str]] = {"attention": [], "ffn": [], "pooling": [], "norm": [], "stream": []}
+    found: dict[str, list[str]] = {"attention": [], "ffn": [], "pooling": [], "norm": [], "rms": [], "stream": []}
     for name, module in model.named_modules():
         if isinstance(module, Layers) and module.replay is not None:
             module.replay.forget()  # graphs would go on with the operators that they were captured with
@@ -176,6 +181,13 @@ class PeerAttention(HistoryAttention):
     """`HistoryAttention` on chosen operators."""
 
     operators: Operators
+
+    @property
+    def together(self) -> bool:
+        """As `HistoryAttention.together`."""
+        ours = self.operators
+        asked = ours.queries == "together" and ours.parts == "kernel" and ours.block is None
+        return asked and super().together
 
     def _parts(
         self, packed: Tensor, bias: Tensor | None, history: History
@@ -279,16 +291,49 @@ class PeerNorm(LayerNorm):
 
     def rows(
         self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None,
-        offsets: Tensor | None = None, recent: int = 0,
+        offsets: Tensor | None = None, recent: int = 0, places: Tensor | None = None, others: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """As `LayerNorm.rows`."""
         if self.operators.norm != "torch":
-            return super().rows(x, residual, residual_bias, offsets, recent)
-        y, total = (self(x), x) if residual is None else self(x, residual, residual_bias)
-        if not recent:
-            return y, total, None
-        assert offsets is not None
-        return y, total, most_recent(total, offsets, recent)
+            return super().rows(x, residual, residual_bias, offsets, recent, places, others)
+        return plain_rows(self, x, residual, residual_bias, offsets, recent, places)
+
+
+class PeerRms(RMSNorm):
+    """`gem_kernels.nn.RMSNorm` on a chosen implementation."""
+
+    operators: Operators
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Any:
+        """As `RMSNorm.forward`."""
+        if self.operators.norm != "torch":
+            return super().forward(x, residual, residual_bias)
+        total = x if residual is None else x + with_bias(residual, residual_bias)
+        normal = F.rms_norm(total, (self.dim,), self.weight.to(total.dtype), self.eps)
+        return normal if residual is None else (normal, total)
+
+    def rows(
+        self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None,
+        offsets: Tensor | None = None, recent: int = 0, places: Tensor | None = None, others: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """As `RMSNorm.rows`."""
+        if self.operators.norm != "torch":
+            return super().rows(x, residual, residual_bias, offsets, recent, places, others)
+        return plain_rows(self, x, residual, residual_bias, offsets, recent, places)
+
+
+def plain_rows(
+    norm: nn.Module, x: Tensor, residual: Tensor | None, residual_bias: Tensor | None, offsets: Tensor | None,
+    recent: int, places: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`gem_kernels.norm_rows` by the norm as it is called and by indices."""
+    if residual is not None and places is not None:
+        residual = residual.index_select(0, places)
+    y, total = (norm(x), x) if residual is None else norm(x, residual, residual_bias)
+    if not recent:
+        return y, total, None
+    assert offsets is not None
+    return y, total, most_recent(total, offsets, recent)
 
 
 class PeerLayer(SequenceLayer):
@@ -305,5 +350,6 @@ PLACES: dict[str, tuple[type[nn.Module], Any]] = {
     "ffn": (PersonalisedFFN, PeerFFN),
     "pooling": (PMA, PeerPooling),
     "norm": (LayerNorm, PeerNorm),
+    "rms": (RMSNorm, PeerRms),
     "stream": (SequenceLayer, PeerLayer),
 }

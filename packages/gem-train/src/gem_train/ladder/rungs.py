@@ -94,6 +94,12 @@ def _softmax(config: RunConfig, runtime: Runtime) -> str:
     return "" if config.model.attention == "softmax" else f"the model's attention is {config.model.attention} already"
 
 
+def _everything(config: RunConfig, runtime: Runtime) -> str:
+    if config.model.causal or config.model.window is not None:
+        return "events see a window or what precedes them, CLS tokens everything: no one call does both"
+    return _cuda(config, runtime)
+
+
 def _fp8(config: RunConfig, runtime: Runtime) -> str:
     runs = engine("fp8_block", runtime.device)
     return "" if runs.name == "native" else f"FP8 is {runs.name} here: {runs.why}"
@@ -141,6 +147,7 @@ RUNGS = (
             "norm": "torch",
             "stream": "autocast",
             "parts": "torch",
+            "queries": "apart",
         },
         settings=("train.cuda_graphs=off",),
         start=True,
@@ -172,6 +179,12 @@ RUNGS = (
         what="gate, up, q, k, v taken from their projections by one kernel with norms and rotation, one gradient back",
         operators={"parts": "kernel"},
         missing=_cuda,
+    ),
+    Rung(
+        name="queries together",
+        what="CLS tokens ask among the events: keys and values are read once, and get one gradient",
+        operators={"queries": "together"},
+        missing=_everything,
     ),
     Rung(
         name="larger parts",

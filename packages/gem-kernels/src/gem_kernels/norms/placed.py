@@ -1,0 +1,186 @@
+"""Norms of x + residual whose residual has its rows elsewhere, in portable Triton: row i of x meets row places[i].
+
+What an operator has made for the rows of x and for others in between need not be sorted out first. As in
+`gem_kernels.norms.triton` the statistics are computed anew in the backward pass, and sums over rows are made in two
+stages of fixed order. The rows' gradient is written twice, for x and in the places of the residual.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem_kernels.projections.gates import shares, sum_up
+from gem_kernels.tiling import CompileCase, Tile, launch, load_rows, rows_of, signature, store_rows
+
+__all__ = ["backward", "compile_cases", "forward"]
+
+
+@triton.jit
+def _vector(base, C: tl.constexpr, CP: tl.constexpr):
+    dim = tl.arange(0, CP)
+    return tl.load(base + dim, mask=dim < C, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _normal(x, C: tl.constexpr, CP: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr):
+    """Float32 rows [BM, CP], zero from C on -> the normed rows, also zero there, and 1 / deviation [BM, 1]."""
+    if LAYER:
+        mean = tl.sum(x, axis=1) / C
+        x = tl.where((tl.arange(0, CP) < C)[None, :], x - mean[:, None], 0.0)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / C + EPS)[:, None]
+    return x * inverse, inverse
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(
+    x_ptr, residual_ptr, places_offsets, weight_f32, bias_f32, y_ptr, total_ptr, x_row, residual_row, rows,
+    C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inside = row < rows
+    place = tl.load(places_offsets + row, mask=inside, other=0)
+    x = load_rows(x_ptr, row, inside, x_row, C, CP, True).to(tl.float32)
+    x += load_rows(residual_ptr, place, inside, residual_row, C, CP, True).to(tl.float32)
+    rounded = x.to(total_ptr.dtype.element_ty)  # what is normed is the sum that the caller gets
+    store_rows(total_ptr, rounded, row, inside, C, C, CP)
+    y, _ = _normal(rounded.to(tl.float32), C, CP, EPS, LAYER)
+    if WEIGHT:
+        y *= _vector(weight_f32, C, CP)
+    if BIAS:
+        y += _vector(bias_f32, C, CP)
+    store_rows(y_ptr, y, row, inside, C, C, CP)
+
+
+@triton.jit
+def _fold(x, BM: tl.constexpr, CP: tl.constexpr, LANES: tl.constexpr):
+    """Sums [LANES, CP] of the rows of [BM, CP] that are LANES apart, which are in one thread."""
+    if LANES < BM:
+        x = tl.sum(tl.reshape(x, (BM // LANES, LANES, CP)), axis=0)
+    return x
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _backward_kernel(
+    x_ptr, dy_ptr, dtotal_ptr, places_offsets, weight_f32, dx_ptr, dresidual_ptr, parts_f32,
+    dy_row, dtotal_row, rows, tiles,
+    C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr, DTOTAL: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    if WEIGHT:
+        weight = _vector(weight_f32, C, CP)
+        dweight = tl.zeros((LANES, CP), tl.float32)
+    if BIAS:
+        dbias = tl.zeros((LANES, CP), tl.float32)
+    if SUMS:
+        sums = tl.zeros((LANES, CP), tl.float32)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        row = (i * tl.num_programs(0) + part) * BM + tl.arange(0, BM)  # all programs read neighbouring rows at a time
+        inside = row < rows
+        place = tl.load(places_offsets + row, mask=inside, other=0)
+        x = load_rows(x_ptr, row, inside, C, C, CP, True).to(tl.float32)
+        dy = load_rows(dy_ptr, row, inside, dy_row, C, CP, True).to(tl.float32)
+        normal, inverse = _normal(x, C, CP, EPS, LAYER)
+        if BIAS:
+            dbias += _fold(dy, BM, CP, LANES)
+        if WEIGHT:
+            dweight += _fold(dy * normal, BM, CP, LANES)
+            dy = dy * weight
+        d = dy - normal * (tl.sum(dy * normal, axis=1)[:, None] / C)
+        if LAYER:
+            d -= tl.sum(dy, axis=1)[:, None] / C
+        d *= inverse
+        if DTOTAL:
+            d += load_rows(dtotal_ptr, row, inside, dtotal_row, C, CP, True).to(tl.float32)
+        store_rows(dx_ptr, d, row, inside, C, C, CP)
+        store_rows(dresidual_ptr, d, place, inside, C, C, CP)
+        if SUMS:
+            sums += _fold(d, BM, CP, LANES)
+    dim = tl.arange(0, CP)
+    to = parts_f32 + part * ((WEIGHT + BIAS + SUMS) * C) + dim
+    if WEIGHT:
+        tl.store(to, tl.sum(dweight, axis=0), mask=dim < C)
+    if BIAS:
+        tl.store(to + WEIGHT * C, tl.sum(dbias, axis=0), mask=dim < C)
+    if SUMS:
+        tl.store(to + (WEIGHT + BIAS) * C, tl.sum(sums, axis=0), mask=dim < C)
+
+
+def _tile(width: int, backward: bool) -> Tile:
+    """At least 2048 elements; backward, two more tiles are on their way while one is computed."""
+    columns = max(16, triton.next_power_of_2(width))
+    warps = (4 if columns < 4096 else 8) if backward else max(2, columns // 1024)
+    return Tile(bm=max(1, 2048 // columns), bn=columns, warps=warps, stages=3 if backward else 1)
+
+
+def _lanes(t: Tile, size: int) -> int:
+    """How many rows of a tile the warps load at once, elements of `size` bytes."""
+    return min(t.bm, max(1, t.warps * (32 * 16 // size) // t.bn))
+
+
+def forward(
+    x: Tensor, residual: Tensor, places: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float
+) -> tuple[Tensor, Tensor]:
+    """y and x + residual[places], [T, C] each."""
+    x, residual, (rows, width) = rows_of(x), rows_of(residual), x.shape
+    y, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    t = _tile(width, False)
+    launch(
+        _forward_kernel, triton.cdiv(rows, t.bm), x.device, t,
+        x, residual, places, x if weight is None else weight, x if bias is None else bias, y, total,
+        x.stride(0), residual.stride(0), rows,
+        C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", WEIGHT=weight is not None, BIAS=bias is not None,
+    )  # fmt: skip
+    return y, total
+
+
+def backward(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, places: Tensor, others: Tensor, weight: Tensor | None,
+    bias: Tensor | None, residual_bias: Tensor | None, kind: str, eps: float,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    """The sum's gradient, for x [T, C] and in the places of the residual [T + N, C], whose `others` are zero; those of
+    weight, bias and residual_bias.
+    """
+    rows, width = total.shape
+    dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+    dresidual = torch.empty(rows + others.shape[0], width, dtype=total.dtype, device=total.device)
+    dresidual.index_fill_(0, others, 0)
+    dy, dtotal = rows_of(dy), None if dtotal is None else rows_of(dtotal)
+    t = _tile(width, True)
+    parts, each = shares(rows, t.bm)
+    vectors = (weight, bias, residual_bias)
+    gradients = [None if v is None else torch.zeros_like(v) for v in vectors]
+    into = [g for g in gradients if g is not None]
+    sums = torch.empty(parts * len(into) * width, dtype=torch.float32, device=total.device)
+    launch(
+        _backward_kernel, parts, total.device, t,
+        total, dy, dy if dtotal is None else dtotal, places, total if weight is None else weight, dx, dresidual, sums,
+        dy.stride(0), dy.stride(0) if dtotal is None else dtotal.stride(0), rows, each,
+        C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", DTOTAL=dtotal is not None,
+        WEIGHT=weight is not None, BIAS=bias is not None, SUMS=residual_bias is not None, STAGES=t.stages,
+        LANES=_lanes(t, total.element_size()),
+    )  # fmt: skip
+    if into and parts:
+        sum_up(sums, parts, *into)
+    return dx, dresidual, gradients
+
+
+def compile_cases() -> list[CompileCase]:
+    """At the preset "large", and at a width that is no power of two."""
+    cases = []
+    for kind, width in (("rms", 512), ("layer", 72)):
+        layer = kind == "layer"
+        shared: dict[str, object] = {"C": width, "EPS": 1e-6, "LAYER": layer, "WEIGHT": True, "BIAS": layer}
+        for name, kernel in (("forward", _forward_kernel), ("backward", _backward_kernel)):
+            t = _tile(width, name == "backward")
+            constants = {**shared, "CP": t.bn, "BM": t.bm}
+            if name == "backward":
+                constants |= {"DTOTAL": True, "SUMS": True, "STAGES": t.stages, "LANES": _lanes(t, 2)}
+            types, divisible = signature(kernel, "bf16", constants)
+            title = f"norms placed {kind} {name} bf16 c{width}"
+            cases.append(CompileCase(title, kernel, types, constants, t, divisible))
+    return cases
