@@ -21,6 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
         {"layers": 2, "towers": tuple(TowerConfig(source=s, layers=1) for s in ("ratings", "views"))},
         {"n_sum": 3, "interaction_rank": 5, "interaction_hidden": 2, "n_dense": 3},
         {"evidence_heads": 3, "towers": (TowerConfig(source="views", layers=0),)},
+        {"sequence_layer": "hstu", "layers": 3, "self_attention_every": 2},
+        {"dense_buckets": 4},
         {"evidence_heads": 3, "evidence_dim": 9, "evidence_values": 2, "reader": (7, 5), "affinity_heads": 2},
     ],
 )
@@ -72,6 +74,12 @@ def test_visible_pairs(length, causal, window):
     reach = length if window is None else window
     pairs = sum(abs(i - j) <= reach and (j <= i or not causal) for i in range(length) for j in range(length))
     assert visible_pairs(length, causal=causal, window=window) == pairs
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 33])
+def test_visible_pairs_of_blocks(length):
+    pairs = sum(i // 16 == j // 16 for i in range(length) for j in range(length))
+    assert visible_pairs(length, causal=False, window=None, block=16) == pairs
 
 
 def test_what_does_not_fit_is_named():

@@ -37,7 +37,10 @@ class SequenceLike(Protocol):
 
 
 class IdsLike(Protocol):
-    """A jagged list of ids: zero or more for each sample."""
+    """A jagged list of ids: zero or more for each sample.
+
+    Those of a feature that `ModelInputs.weighted` names also have ``weights``, [N] float32.
+    """
 
     @property
     def values(self) -> Tensor:

@@ -12,6 +12,8 @@ ATTENTIONS = ("softmax", "gdpa")
 ACTIVATIONS = ("identity", "relu", "relu2", "leaky_relu", "gelu", "gelu_tanh", "gelu_poly", "silu", "hardswish")
 EXPERTS = ("wukong", "dcn", "attention")
 ROTARIES = ("none", "position", "time", "both")
+SEQUENCE_LAYERS = ("interformer", "hstu")
+BLOCKS = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,7 @@ class TowerConfig:
         heads: its attention heads.
         layers: it takes part in the first ``layers`` layers only; with 0 its events are evidence alone.
         window: as in :class:`GemConfig`, and 0 is everything.
+        block: as in :class:`GemConfig`, and 0 cuts none.
     """
 
     source: str
@@ -31,9 +34,10 @@ class TowerConfig:
     heads: int | None = None
     layers: int | None = None
     window: int | None = None
+    block: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("width", 1), ("heads", 1), ("layers", 0), ("window", 0)):
+        for name, least in (("width", 1), ("heads", 1), ("layers", 0), ("window", 0), ("block", 0)):
             if getattr(self, name) is not None:
                 at_least(f"{name} of the tower of {self.source!r}", getattr(self, name), least)
 
@@ -65,6 +69,8 @@ class GemConfig:
         layers: interleaved (InterFormer) layers.
         n_tokens: N after the first layer, X in R^{N x d}; before it, N follows from the inputs.
         n_dense: tokens that the dense features become.
+        dense_buckets: buckets of each dense feature, each with a learned vector, in place of the first linear map of
+            their MLP (:mod:`gem_model.buckets`); 0 takes the numbers as they are.
         n_sum: tokens of X_sum, the summary of the non-sequence tokens that the sequences see; also the CLS tokens.
         pma_queries: tokens that a history is pooled into by learned queries.
         pma_seeds: learned queries of hierarchical seed pooling, whose answers become the pma_queries tokens; 0 asks the
@@ -88,6 +94,8 @@ class GemConfig:
         experts: the interaction experts of each layer, by kind, whose outputs are added (DHEN): any number of "wukong",
             "dcn" and "attention"; none of them is a single Wukong layer.
         cross_rank: rank of the "dcn" expert's matrix in R^{N d x N d}.
+        sequence_layer: "interformer" (personalised feed-forward network, then attention), or "hstu", which has neither
+            feed-forward network nor personal tokens (:mod:`gem_model.hstu`).
         attention: "softmax", or "gdpa" (O = c act(Q K^T) V).
         activation: the act of gdpa, used by attention="gdpa" and by the personalised feed-forward network.
         qk_norm: RMS-normalise every head of q and k in the events' attention and the personalised feed-forward network.
@@ -95,6 +103,8 @@ class GemConfig:
             no bound is asserted and "gelu_poly" is computed exactly (see `gem_kernels.gdpa`'s score_bound).
         window: an event sees itself and the ``window`` events on each side of it (only the earlier ones when
             ``causal``); None is everything. The CLS tokens and the pooling queries always see the whole history.
+        block: an event sees its own block of so many events (16, 32, 64 or 128), counted from the oldest, in place of a
+            window; None cuts no blocks.
         causal: an event sees itself and what precedes it. The whole history precedes the candidate, so False leaks
             nothing.
         self_attention_every: events attend to events in the layers 0, n, 2 n, ... only (Kunlun's computation skip); the
@@ -116,6 +126,7 @@ class GemConfig:
     layers: int = 2
     n_tokens: int = 16
     n_dense: int = 4
+    dense_buckets: int = 0
     n_sum: int = 4
     pma_queries: int = 4
     pma_seeds: int = 0
@@ -133,10 +144,12 @@ class GemConfig:
     interaction_fm: int = 8
     experts: tuple[str, ...] = ()
     cross_rank: int = 32
+    sequence_layer: str = "interformer"
     attention: str = "softmax"
     activation: str = "silu"
     qk_norm: bool = False
     window: int | None = None
+    block: int | None = None
     causal: bool = False
     self_attention_every: int = 1
     rotary: str = "time"
@@ -192,7 +205,22 @@ class GemConfig:
             raise ValueError(f"time_scale must be a positive number of seconds, got {self.time_scale}")
         if self.window is not None:
             at_least("window", self.window, 1)
-        for name, known in (("attention", ATTENTIONS), ("activation", ACTIVATIONS), ("rotary", ROTARIES)):
+        if self.dense_buckets < 0 or self.dense_buckets == 1:
+            raise ValueError(f"dense_buckets must be 0 or at least 2, got {self.dense_buckets}")
+        if self.block is not None:
+            if self.block not in BLOCKS:
+                raise ValueError(f"block must be one of {', '.join(map(str, BLOCKS))}, or None, got {self.block}")
+            if self.window is not None or self.causal or self.sequence_layer != "interformer":
+                raise ValueError(
+                    f"block {self.block} goes with no window, causal=False and sequence_layer='interformer', got "
+                    f"window {self.window}, causal {self.causal} and {self.sequence_layer!r}"
+                )
+        for name, known in (
+            ("attention", ATTENTIONS),
+            ("activation", ACTIVATIONS),
+            ("rotary", ROTARIES),
+            ("sequence_layer", SEQUENCE_LAYERS),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is {unknown(getattr(self, name), known)}")
         no_duplicates("towers", [tower.source for tower in self.towers])
@@ -235,10 +263,9 @@ class GemConfig:
         changes: dict[str, int | None] = {}
         for tower in self.towers:
             if tower.source == source:
-                fields = {name: getattr(tower, name) for name in ("width", "heads", "window")}
+                fields = {name: getattr(tower, name) for name in ("width", "heads", "window", "block")}
                 changes = {name: value for name, value in fields.items() if value is not None}
-                if tower.window == 0:
-                    changes["window"] = None
+                changes |= {name: None for name in ("window", "block") if changes.get(name) == 0}
         return replace(self, towers=(), **changes)  # type: ignore[arg-type]
 
     def sources_of(self, layer: int, sources: Iterable[str]) -> list[str]:

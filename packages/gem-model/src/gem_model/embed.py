@@ -21,7 +21,8 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 
-from gem_model.batch import BatchLike, SequenceLike
+from gem_model.batch import BatchLike, IdsLike, SequenceLike
+from gem_model.buckets import BucketLinear
 from gem_model.config import TIME_GAPS, ModelInputs, Source
 from gem_model.names import key
 from gem_model.projection import linear_of
@@ -87,15 +88,15 @@ class Rows:
 class Tables(nn.Module):
     """All embedding tables, in the two TorchRec collections that its DistributedModelParallel can shard.
 
-    A table that some history uses lives in ``shared`` (EmbeddingCollection: one row an id), together with the sparse
-    features that look into it, such as the candidate's own id. Every other table lives in ``bags``
+    A table that a history or a weighted feature uses lives in ``shared`` (EmbeddingCollection: one row an id), together
+    with the sparse features that look into it, such as the candidate's own id. Every other table lives in ``bags``
     (EmbeddingBagCollection: summed). A sharded collection answers in its own order, so everything is taken by key. Rows
     start uniform, with standard deviation ``inputs.table_std``.
     """
 
     def __init__(self, inputs: ModelInputs, *, device: torch.device | None = None) -> None:
         super().__init__()
-        shared = inputs.sequence_tables
+        shared = inputs.row_tables
         users: dict[str, list[str]] = {table.name: [] for table in inputs.tables}
         for source in inputs.sources:
             for column, table in source.ids:
@@ -128,6 +129,7 @@ class Tables(nn.Module):
         self.event_columns = [(s.name, column) for s in inputs.sources for column, _ in s.ids]
         self.shared_features = [f for f, table in inputs.sparse if table in shared]
         self.bag_features = [f for f, table in inputs.sparse if table not in shared]
+        self.weighted = frozenset(inputs.weighted)
 
     def forward(self, batch: BatchLike) -> Rows:
         """Look up every id of the batch."""
@@ -156,10 +158,22 @@ class Tables(nn.Module):
             summed = self.bags(keyed_jagged(bags))
         if found is not None:
             events = {(s, c): found[event_key(s, c)].values() for s, c in self.event_columns}
-            pooled = {f: sum_pool(found[key(f)].values(), ids[f].offsets) for f in self.shared_features}
+            for f in self.shared_features:
+                each = found[key(f)].values()
+                each = each * self._weights(f, ids[f]) if f in self.weighted else each
+                pooled[f] = sum_pool(each, ids[f].offsets)
         if summed is not None:
             pooled |= {f: summed[key(f)] for f in self.bag_features}
         return Rows(events=events, pooled=pooled)
+
+    @staticmethod
+    def _weights(feature: str, ids: IdsLike) -> Tensor:
+        """[N, 1] float32."""
+        weights = getattr(ids, "weights", None)
+        if weights is None or weights.shape != ids.values.shape:
+            got = "none" if weights is None else f"shape {list(weights.shape)}"
+            raise ValueError(f"feature {feature!r} is weighted: expected a weight for each of its ids, got {got}")
+        return weights[:, None]  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _refresh(self, evicted: Mapping[str, Tensor]) -> None:
@@ -222,9 +236,12 @@ class EventEncoder(nn.Module):
 
 
 class FeatureEncoder(nn.Module):
-    """Non-sequence features to tokens X in R^{B x N x d}: a projection for each sparse feature, an MLP of the dense."""
+    """Non-sequence features to tokens X in R^{B x N x d}: a projection for each sparse feature, an MLP of the dense.
 
-    def __init__(self, config: Widths, inputs: ModelInputs) -> None:
+    With ``buckets`` the MLP begins with the vectors of the dense features' buckets in place of a linear map.
+    """
+
+    def __init__(self, config: Widths, inputs: ModelInputs, *, buckets: int = 0) -> None:
         super().__init__()
         self.features = [feature for feature, _ in inputs.sparse]
         self.width, self.dense_tokens = config.width, config.n_dense if inputs.dense else 0
@@ -233,7 +250,8 @@ class FeatureEncoder(nn.Module):
             self.projections = nn.Parameter(torch.empty(len(self.features), inputs.table_dim, config.width))
         if inputs.dense:
             hidden = config.n_dense * config.width
-            self.dense = nn.Sequential(nn.Linear(inputs.dense, hidden), nn.GELU(), nn.Linear(hidden, hidden))
+            first = BucketLinear(inputs.dense, buckets, hidden) if buckets else nn.Linear(inputs.dense, hidden)
+            self.dense = nn.Sequential(first, nn.GELU(), nn.Linear(hidden, hidden))
         self.norm = nn.LayerNorm(config.width)
 
     def forward(self, rows: Rows, dense: Tensor | None) -> Tensor:

@@ -45,7 +45,8 @@ def unit_flops(
     c, d = config, config.width
     hidden = c.n_dense * d
     features = batch * len(inputs.sparse) * 2 * inputs.table_dim * d
-    features += batch * 2 * hidden * (inputs.dense + hidden) if inputs.dense else 0
+    if inputs.dense:
+        features += batch * 2 * hidden * (hidden if c.dense_buckets else inputs.dense + hidden)
     parts = {"features": features}
     wide, n_evidence = inputs.dense, 0
     if asked := [s for s in inputs.sources if c.evidence_heads and inputs.candidate_columns(s)]:
@@ -127,18 +128,19 @@ def _expert(kind: str, c: GemConfig, batch: int, n: int) -> int:
 
 
 def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int, *, events_attend: bool) -> int:
-    """PFFN, self-attention with CLS tokens, PMA over one source."""
+    """The sequence layer with CLS tokens, PMA over one source."""
     d, events = c.width, sum(lengths)
-    flops = events * 3 * 2 * d * c.ff_hidden
-    if c.pffn_tokens:
+    hstu = c.sequence_layer == "hstu"
+    flops = 0 if hstu else events * 3 * 2 * d * c.ff_hidden
+    if c.pffn_tokens and not hstu:
         flops += events * 2 * 2 * d * d  # q and out
         flops += batch * (c.n_sum * 2 * d * 2 * d + c.pffn_tokens * 2 * (c.n_sum + 1) * 2 * d)  # K, V, bias from X_sum
         flops += events * c.pffn_tokens * 4 * d
-    flops += events * 2 * 2 * d * d + batch * n_cls * 2 * 2 * d * d  # k and v; q and out of CLS
+    flops += events * 2 * 2 * d * d + batch * n_cls * (2 + hstu) * 2 * d * d  # k and v; q, out and HSTU's u of CLS
     flops += 4 * d * n_cls * events
     if events_attend:
-        flops += events * 2 * 2 * d * d  # q and out
-        flops += 4 * d * sum(visible_pairs(n, causal=c.causal, window=c.window) for n in lengths)
+        flops += events * (2 + hstu) * 2 * d * d  # q, out and u
+        flops += 4 * d * sum(visible_pairs(n, causal=c.causal, window=c.window, block=c.block) for n in lengths)
     if queries := c.pma_seeds or c.pma_queries:
         flops += events * 2 * 2 * d * d + batch * queries * 2 * d * d  # kv and out
         flops += 4 * d * queries * events
@@ -147,8 +149,11 @@ def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int, *, events_a
     return flops
 
 
-def visible_pairs(length: int, *, causal: bool, window: int | None) -> int:
+def visible_pairs(length: int, *, causal: bool, window: int | None, block: int | None = None) -> int:
     """How many (query, key) pairs of a history of ``length`` events see each other."""
+    if block is not None:
+        whole, rest = divmod(length, block)
+        return whole * block**2 + rest**2
     reach = length - 1 if window is None else min(window, length - 1)
     if length == 0:
         return 0

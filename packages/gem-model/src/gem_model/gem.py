@@ -46,7 +46,7 @@ class GEM(TokenRanker):
         inputs = untaught(config, inputs)
         names = [s.name for s in inputs.sources]
         towers = {name: config.of(name) for name in config.sources_of(0, names)}
-        super().__init__(config, inputs, towers=towers, device=device)
+        super().__init__(config, inputs, towers=towers, buckets=config.dense_buckets, device=device)
         self.config = config
         asked = [s for s in inputs.sources if config.evidence_heads and inputs.candidate_columns(s)]
         n_evidence = len(asked) * config.evidence_heads

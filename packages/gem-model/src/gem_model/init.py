@@ -8,10 +8,12 @@ import torch
 from gem_kernels.nn import PMA, RMSNorm
 from torch import Tensor, nn
 
+from gem_model.buckets import BucketLinear
 from gem_model.distillation import Adapter
 from gem_model.embed import EventEncoder, FeatureEncoder
 from gem_model.evidence import Affinity, Evidence, EvidenceTokens
 from gem_model.heads import Heads
+from gem_model.hstu import HSTULayer
 from gem_model.interaction import FactorizationMachine, TokenMix
 from gem_model.sequence import SequenceLayer
 
@@ -37,12 +39,14 @@ def initialise(model: nn.Module, *, layers: int) -> None:
         elif isinstance(module, PMA):
             module.queries.normal_()  # with normed keys, the logits q.k / sqrt(D) then have unit variance
     for module in model.modules():
-        if isinstance(module, (Adapter, Affinity, Evidence, EvidenceTokens)):
+        if isinstance(module, (Adapter, Affinity, BucketLinear, Evidence, EvidenceTokens)):
             module.reset_parameters()
         elif isinstance(module, SequenceLayer):
             residual = [module.ffn.down, module.attention.out] + ([module.ffn.out] if module.ffn.personal else [])
             for linear in residual:
                 linear.weight.mul_(1.0 / math.sqrt(2.0 * layers))
+        elif isinstance(module, HSTULayer):
+            module.out.weight.mul_(1.0 / math.sqrt(layers))
         elif isinstance(module, Heads):
             for out in module.out.values():
                 assert isinstance(out, nn.Linear)

@@ -63,7 +63,9 @@ class ModelInputs:
     Args:
         tables: the embedding tables, all of one dim.
         sources: the histories; may be empty.
-        sparse: (feature, table) pairs of the non-sequence categorical features, each with zero or more ids a sample.
+        sparse: (feature, table) pairs of the non-sequence categorical features, each with zero or more ids a sample,
+            whose rows are summed.
+        weighted: those of them whose ids have weights, by which their rows are multiplied first.
         dense: how many dense floats a sample has.
         tasks: the names of the binary labels, in the order of the labels' columns.
         dense_columns: (column, size) pairs of the dense floats that come first, where they have names. A float column
@@ -77,6 +79,7 @@ class ModelInputs:
     tasks: tuple[str, ...]
     sources: tuple[Source, ...] = ()
     sparse: tuple[tuple[str, str], ...] = ()
+    weighted: tuple[str, ...] = ()
     dense: int = 0
     dense_columns: tuple[tuple[str, int], ...] = ()
 
@@ -85,6 +88,9 @@ class ModelInputs:
         no_duplicates("sources", [s.name for s in self.sources])
         no_duplicates("sparse features", [f for f, _ in self.sparse])
         no_duplicates("tasks", self.tasks)
+        for feature in self.weighted:
+            if feature not in dict(self.sparse):
+                raise ValueError(f"weighted feature {feature!r} is {unknown(feature, dict(self.sparse))}")
         at_least("dense", self.dense, 0)
         no_duplicates("dense columns", [c for c, _ in self.dense_columns])
         for column, size in self.dense_columns:
@@ -126,9 +132,12 @@ class ModelInputs:
         return 1.0 / math.sqrt(3.0 * max(self.table_dim, 1))
 
     @property
-    def sequence_tables(self) -> frozenset[str]:
-        """Tables that some history uses: they give one row an id, and are never pooled by the table's engine."""
-        return frozenset(table for s in self.sources for _, table in s.ids)
+    def row_tables(self) -> frozenset[str]:
+        """Tables that some history or weighted feature uses: they give one row an id, and are never pooled by the
+        table's engine.
+        """
+        weighted = {table for feature, table in self.sparse if feature in self.weighted}
+        return frozenset(weighted.union(table for s in self.sources for _, table in s.ids))
 
     def candidate_columns(self, source: Source) -> tuple[tuple[str, str], ...]:
         """(column, sparse feature) pairs: which columns of ``source`` the candidate itself has, by sharing their table.

@@ -16,6 +16,7 @@ from gem_model.casting import cast_once
 from gem_model.config import GemConfig
 from gem_model.dhen import DHEN
 from gem_model.dropout import Dropout
+from gem_model.hstu import HSTULayer
 from gem_model.interaction import TokenMix, Wukong
 from gem_model.lanes import along
 from gem_model.names import ByName
@@ -66,14 +67,15 @@ class Tower(nn.Module):
         self.enter = nn.Identity() if same else nn.Linear(width, config.width)
         self.leave = nn.Identity() if same else nn.Linear(config.width, width)
         self.recent = config.recent
-        self.sequence = SequenceLayer(config, events_attend=events_attend)
+        layer = HSTULayer if config.sequence_layer == "hstu" else SequenceLayer
+        self.sequence = layer(config, events_attend=events_attend)
         self.pma = make_pool(config)
         self.norm = LayerNorm(config.width)
         self.gating = Gating(config.width)
 
     def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor, Tensor]:
         """X_sum as it has entered -> history, CLS tokens [B, C, d], S_sum [B, C + pma_queries + recent, model's d]."""
-        history = self.sequence.with_seats(history, cls)
+        history = self.sequence.with_seats(history, cls)  # type: ignore[operator]
         history, cls = self.sequence(history, cls, x_sum)
         parts = [cls]
         if self.pma is not None:

@@ -106,7 +106,7 @@ class TokenRanker(Ranker):
     """A ranker that reads features, events and the candidate as tokens.
 
     ``towers`` says the width of each source's tokens, and nothing of a source whose events are not to be tokens;
-    without it, all have the width of ``config``.
+    without it, all have the width of ``config``. ``buckets`` are those of the dense features.
     """
 
     def __init__(
@@ -115,12 +115,13 @@ class TokenRanker(Ranker):
         inputs: ModelInputs,
         *,
         towers: Mapping[str, Widths] | None = None,
+        buckets: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(inputs, device=device)
         self.time_scale = config.time_scale
         with self.place:
-            self.features = FeatureEncoder(config, inputs)
+            self.features = FeatureEncoder(config, inputs, buckets=buckets)
             widths = dict.fromkeys([s.name for s in inputs.sources], config) if towers is None else towers
             self.events = ByName(
                 {s.name: EventEncoder(s, widths[s.name], inputs) for s in inputs.sources if s.name in widths}

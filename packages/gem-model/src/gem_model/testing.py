@@ -17,6 +17,7 @@ class RandomIds:
 
     values: Tensor
     offsets: Tensor
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,8 @@ class RandomBatch:
         sparse = {}
         for name, ids in self.sparse.items():
             places, offsets = _events(ids.offsets, rows)
-            sparse[name] = RandomIds(values=ids.values[places], offsets=offsets)
+            weights = None if ids.weights is None else ids.weights[places]
+            sparse[name] = RandomIds(values=ids.values[places], offsets=offsets, weights=weights)
         return RandomBatch(
             sequences=sequences,
             sparse=sparse,
@@ -148,8 +150,11 @@ def random_batch(
     sparse = {}
     for feature, table in inputs.sparse:
         counts = torch.ones(batch, dtype=torch.int64) if single_valued else integers(4, batch)
+        total = int(counts.sum())
         sparse[feature] = RandomIds(
-            values=integers(inputs.table(table).rows, int(counts.sum())), offsets=offsets_of(counts)
+            values=integers(inputs.table(table).rows, total),
+            offsets=offsets_of(counts),
+            weights=torch.rand(total, generator=g) + 0.5 if feature in inputs.weighted else None,
         )
     tasks = len(inputs.tasks)
     return RandomBatch(

@@ -100,7 +100,7 @@ def tables(inputs: ModelInputs, batch: Any) -> tuple[TableSpec, ...]:
             rows=t.rows,
             dim=t.dim,
             pooling=ids[t.name] / len(batch.labels),
-            pooled=t.name not in inputs.sequence_tables,
+            pooled=t.name not in inputs.row_tables,
         )
         for t in inputs.tables
     )

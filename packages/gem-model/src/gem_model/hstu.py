@@ -1,0 +1,81 @@
+"""An HSTU layer as the tower's layer, in place of feed-forward network and attention (Zhai et al. 2024).
+
+"Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for Generative Recommendations".
+
+`B` samples, `T` events of all samples, `d` width, `H` heads, `D` head dim, `C` CLS tokens.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from gem_kernels import Turn, gdpa, rotary_heads
+from gem_kernels.nn import NormLinear
+from torch import Tensor, nn
+
+from gem_model.config import GemConfig
+from gem_model.sequence import ROPE_BASE, ROTE_BASE, HeadNorms, History, uniform_offsets
+
+
+class HSTULayer(nn.Module):
+    """U, Q, K, V = SiLU(W_1 LN(S));  A = SiLU(Q K^T / sqrt(D));  S' = S + W_2 (LN(A V) * U).
+
+    The CLS tokens, the candidate and those that X_sum is added to, have U and Q by a map of their own and ask every
+    event. Rank and age rotate Q and K, where the paper adds a bias to the scores; the paper divides A by the longest
+    length, which the norm takes out again. With ``events_attend=False`` the events stay as they are.
+    """
+
+    def __init__(self, config: GemConfig, *, events_attend: bool = True) -> None:
+        super().__init__()
+        self.heads, self.width = config.heads, config.width
+        self.window, self.causal, self.rotary = config.window, config.causal, config.rotary
+        self.events_attend = events_attend
+        self.up = NormLinear(config.width, (4 if events_attend else 2) * config.width, norm="layer")
+        self.cls_up = NormLinear(config.width, 2 * config.width, norm="layer")
+        self.norms = HeadNorms(config)
+        self.norm = nn.LayerNorm(config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def with_seats(self, history: History, cls: Tensor) -> History:
+        """Events and CLS tokens ask apart: nothing to be known."""
+        return history
+
+    def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor]:
+        """History of [T, d] tokens, CLS [B, C, d] and X_sum [B, n_sum, d] -> history and CLS."""
+        history = history.settled()
+        batch, count = cls.shape[:2]
+        packed, weights = F.silu(self.up(history.tokens)), self.norms.weights
+        turns = self._turns(history)
+        if self.events_attend:
+            u, qkv = packed.split((self.width, 3 * self.width), dim=1)
+            q, k, v = rotary_heads(qkv.contiguous(), self.heads, weights, turns=turns)
+            window = None if self.window is None else (self.window, self.window)
+            told = self._told(q, k, v, history.offsets, history, history.max_len, causal=self.causal, window=window)
+            history = history.plus(self.out(self.norm(told) * u), None)
+        else:
+            k, v = rotary_heads(packed, self.heads, weights[1:], turns=turns)
+        history.meet()  # X_sum, for which the events need not wait
+        cls = cls + F.pad(x_sum, (0, 0, 0, count - x_sum.shape[1]))
+        u, q = F.silu(self.cls_up(cls.flatten(0, 1))).split((self.width, self.width), dim=1)
+        q = self.norms.q(q.unflatten(1, (self.heads, -1))).to(k.dtype)
+        told = self._told(q, k, v, uniform_offsets(batch, count, cls.device), history, count)
+        return history, cls + self.out(self.norm(told) * u).view(cls.shape)
+
+    def _turns(self, history: History) -> list[Turn]:
+        rank, age = Turn(positions=history.rank, base=ROPE_BASE), Turn(positions=history.age, base=ROTE_BASE)
+        return {"none": [], "position": [rank], "time": [age], "both": [rank, age]}[self.rotary]
+
+    def _told(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_offsets: Tensor,
+        history: History,
+        max_q: int,
+        *,
+        causal: bool = False,
+        window: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """SiLU(Q K^T / sqrt(D)) V of [Tq, H, D] queries on the history's keys, [Tq, d]."""
+        sizes = (q_offsets, history.offsets, max_q, history.max_len)
+        return gdpa(q, k, v, *sizes, activation="silu", causal=causal, window=window).flatten(1)
