@@ -16,7 +16,8 @@ rows each. What FP8 changes:
 
 from __future__ import annotations
 
-from gem_kernels.hopper.exchange import take, tile_row, unpack
+from gem_kernels.hopper.exchange import unpack
+from gem_kernels.hopper.loaders import load_queries
 from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,41 +33,6 @@ from gem_lowprec.attention.epilogue import store_scaled_rows
 
 KEYS = gl.constexpr(128)  # keys that share the scales of K and V, a whole step
 SHIFT = gl.constexpr(8.0)  # P is at most 2^8, E4M3 goes to 448
-
-
-@gluon.jit
-def _load_queries(inputs, records, q_buf, q_full, q_empty, NC: gl.constexpr, QS: gl.constexpr):
-    """Takes tiles off the list, tells the other partitions of each, and loads up to NC blocks of its queries."""
-    q_desc, tiles_ptr, count_ptr, cursor_ptr = inputs
-    record, record_full, record_empty = records
-    L: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [1], [0])
-    total = gl.load(count_ptr)
-    t = gl.program_id(0)
-    tile = 0
-    while t >= 0:
-        x = tile_row(tiles_ptr, t, total, L)
-        s = tile % RECORDS
-        mbarrier.wait(record_empty.index(s), ((tile // RECORDS) & 1) ^ 1)
-        record.index(s).store(x)
-        mbarrier.arrive(record_full.index(s), count=1)
-        if t < total:
-            taken = take(cursor_ptr, total)
-            start, rows, _k_start, k_len, head, _out, _b, _first = unpack(x, L)
-            slot = (tile % QS) * NC
-            phase = (tile // QS) & 1
-            for w in gl.static_range(NC):
-                mbarrier.wait(q_empty.index(slot + w), phase ^ 1)
-                if (rows > w * BLOCK) & (k_len > 0):
-                    mbarrier.expect(q_full.index(slot + w), q_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        q_desc, [start + w * BLOCK, head, 0], q_full.index(slot + w), q_buf.index(slot + w)
-                    )
-                else:
-                    mbarrier.arrive(q_full.index(slot + w), count=1)
-            t = gl.num_programs(0) + taken
-        else:
-            t = -1
-        tile += 1
 
 
 @gluon.jit
@@ -375,7 +341,9 @@ def forward_kernel(
     out = (o_desc, o_ptr, lse_ptr, heads)
     eighths = (o8_ptr, o8_scale_ptr, o8_pitch)
     scales = (q_scale_ptr, kv_scale_ptr, kv_heads)
-    queries = (q_desc, tiles_ptr, count_ptr, cursor_ptr)
+    nothing = gl.to_tensor(0)  # of a mask or a bias
+    queries = (q_desc, tiles_ptr, count_ptr, cursor_ptr, count_ptr, nothing)
+    mask = (nothing, nothing)
     keys = (k_desc, v_desc, k_short, v_short, kv_heads)
     shared = (scale, scales, out, eighths, records, buffers, q_barriers, barriers)
     if NC == 3:
@@ -384,7 +352,7 @@ def forward_kernel(
                 (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
                 (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
                 (_consume, (2, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
-                (_load_queries, (queries, records, q_buf, q_full, q_empty, NC, QS)),
+                (load_queries, (queries, records, q_buf, q_full, q_empty, mask, KEYS, NC, QS, False, False, False, 0)),
                 (_load_keys, (keys, records, (k_buf, v_buf), barriers, KS, GROUP, D)),
             ],
             [4, 4, 1, 1],
@@ -395,7 +363,7 @@ def forward_kernel(
             [
                 (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
                 (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
-                (_load_queries, (queries, records, q_buf, q_full, q_empty, NC, QS)),
+                (load_queries, (queries, records, q_buf, q_full, q_empty, mask, KEYS, NC, QS, False, False, False, 0)),
                 (_load_keys, (keys, records, (k_buf, v_buf), barriers, KS, GROUP, D)),
             ],
             [4, 1, 1],
