@@ -32,7 +32,7 @@ from torch.func import functional_call
 from gem_model.layers import Inputs, Layers
 from gem_model.sequence import History
 
-STEPS = 32  # capacities between a power of two and the next, ...
+STEPS = 64  # capacities between a power of two and the next, ...
 LEAST = 32  # ... and the least distance between two of them, in events
 ROOM = 1 / 16  # of a graph's capacity that may stay empty, before a smaller graph is worth its memory
 GRAPHS = 8  # that are kept; a batch that fits in none of them then goes without
@@ -40,7 +40,7 @@ WARM_UP = 2  # passes before a capture, which compile kernels and fill caches
 
 
 def capacity(events: int) -> int:
-    """The least capacity for so many events: multiples of 1/32 of the power of two below, and of 32."""
+    """The least capacity for so many events: multiples of 1/64 of the power of two below, and of 32."""
     step = max(LEAST, (1 << max(events - 1, 1).bit_length() - 1) // STEPS)
     return max(1, -(-events // step)) * step
 
