@@ -6,7 +6,7 @@ First every card trains alone, in a process of its own, on its own samples: the 
 cards is held against. Then a row for each rung and layout:
 
     weak        ratio = mean step alone / step; every card has `--batch` samples a part, alone and together
-    strong      ratio = mean step alone / (N x step); the same samples as one card has alone are dealt to N
+    strong      ratio = the first card's step alone / (N x step); its samples are dealt to N
 
 Alone and together the layers are replayed from CUDA graphs, but for rows that say otherwise and those with experts on
 other cards. A step has `--parts` parts, whose gradients are reduced after the last, and ends with clipping and AdamW,
@@ -49,7 +49,12 @@ from scaling_steps import Alone, Bench, Row, alone, clear, forget, step, table, 
 
 
 def apart(bench: Bench, rank: int) -> Alone:
-    """This card alone, in a process of its own: tables of a world of one lie on the first card that it sees."""
+    """This card alone, in a process of its own: tables of a world of one lie on the first card that it sees. What
+    another world has found and kept is taken.
+    """
+    kept = bench.args.keep_alone and bench.args.keep_alone / f"alone-{rank}"
+    if kept and kept.exists():
+        return Alone(**pickle.loads(kept.read_bytes()))
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "alone"
@@ -57,8 +62,10 @@ def apart(bench: Bench, rank: int) -> Alone:
         one |= {"CUDA_VISIBLE_DEVICES": cards[int(os.environ.get("LOCAL_RANK", 0)) % len(cards)], "MASTER_PORT": "0"}
         call = [sys.executable, __file__, *sys.argv[1:], "--alone", str(file), str(rank), str(bench.world)]
         subprocess.run(call, env=os.environ | one, check=True)
-        found: Alone = Alone(**pickle.loads(file.read_bytes()))
-        return found
+        found = file.read_bytes()
+    if kept:
+        kept.write_bytes(found)
+    return Alone(**pickle.loads(found))
 
 
 def links(files: list[Path], runtime: Runtime) -> Profile:
@@ -125,7 +132,7 @@ def run_row(bench: Bench, row: Row, runtime: Runtime) -> dict[str, Any]:
     clear(runtime.device)
     share = bench.args.batch // (bench.world if row.strong else 1)
     parts = row.parts or bench.args.parts[0]
-    dealt = bench.deal(share, parts, row.balanced)
+    dealt = bench.deal(share, parts, row.balanced, row.strong)
     parallel, optimizer = bench.make(row, runtime, row.config.experts)
     batches = bench.batches(dealt, runtime.rank, runtime.device)
     found = timed(parallel, optimizer, batches, runtime)
@@ -173,6 +180,7 @@ def main() -> int:
     parser.add_argument("--trace", help="the row of which rank 0 traces a step, into a file beside --out")
     parser.add_argument("--profile", type=Path, nargs="+", default=[], help="measured collectives, for the plan")
     parser.add_argument("--alone", nargs=3, metavar=("FILE", "RANK", "WORLD"), help="measure one card alone, into FILE")
+    parser.add_argument("--keep-alone", type=Path, help="folder of the cards' steps alone, for several worlds")
     parser.add_argument("--seconds", type=float, default=540, help="no row begins after this many")
     parser.add_argument("--out", required=True, help="JSON file, written again after every row")
     args = parser.parse_args()
@@ -184,7 +192,7 @@ def main() -> int:
     rows = [r for r in every if not args.rows or any(part in r.name for part in args.rows)]
     if args.only:
         rows = sorted((r for r in rows if r.name in args.only), key=lambda r: args.only.index(r.name))
-    shares = [args.batch, max(1, args.batch // max(2, bench.world))]  # the plan is fitted to these
+    shares = [args.batch, max(1, args.batch // 4)]  # the plan is fitted to these
     held_out = [max(1, args.batch * 3 // 4)]
     if args.alone:
         single = alone(bench, int(args.alone[1]), sorted({1, *(r.config.experts for r in rows)}), [*shares, *held_out])
@@ -235,6 +243,8 @@ def main() -> int:
                 break
             result = run_row(bench, row, runtime)
             one = steps[row.config.experts, result["parts"]]
+            if row.strong:
+                one = everyone[0].ms[row.config.experts, result["parts"]]
             fair = one / (world if row.strong else 1)  # a perfect step
             result |= {"ratio": fair / result["ms"], "lost_ms": result["ms"] - fair}
             result["plan"] = predicted(bench, row, spec, profile, result["work"], topology)

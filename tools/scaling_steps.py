@@ -38,6 +38,7 @@ from gem_parallel.comm.payload import Fp8Payload
 from gem_train.planning import describe
 
 WARM_UP, STEPS = 2, 3
+RANKS = 8  # whose samples are drawn, at least
 SM_FREE = CommConfig(all_gather="auto", reduce_scatter="copy_engine")
 ONE_D = ParallelConfig(table_sharding="row_wise", prefetch=2)
 PLAIN = replace(ONE_D, prefetch=0)
@@ -96,9 +97,10 @@ class Bench:
     def __init__(self, args: argparse.Namespace, world: int) -> None:
         self.args, self.world = args, world
         self.inputs: ModelInputs = gem_memory.inputs(args.model)
-        rng = np.random.default_rng(0)
+        rng, cards = np.random.default_rng(0), max(world, RANKS)
+        self.places = np.arange(cards * max(args.parts) * args.batch).reshape(cards, max(args.parts), args.batch)
         self.lengths = {
-            s.name: Lognormal(median=s.max_len / 3, sigma=0.8, cap=s.max_len)(rng, world * args.batch * max(args.parts))
+            s.name: Lognormal(median=s.max_len / 3, sigma=0.8, cap=s.max_len)(rng, self.places.size)
             for s in self.inputs.sources
         }
         width = preset(args.model).width
@@ -109,14 +111,16 @@ class Bench:
         """The model's configuration; an ensemble has two experts for every rank of the expert axis."""
         return preset(self.args.model, dropout=0.1, experts=("wukong",) * (2 * experts if experts > 1 else 0))
 
-    def deal(self, share: int, parts: int, balanced: bool) -> list[np.ndarray]:
-        """Who has which samples of each part: [ranks, share]."""
+    def deal(self, share: int, parts: int, balanced: bool, strong: bool = False) -> list[np.ndarray]:
+        """Who has which samples of each part: [ranks, share]. A rank's own are the same in every world; what is dealt
+        are those of all ranks, or of the first one (strong).
+        """
         found = []
         for part in range(parts):
-            begin = part * self.world * self.args.batch
-            whole = slice(begin, begin + self.world * share)
+            whole = self.places[0, part, : self.world * share] if strong else self.places[: self.world, part, :share]
             method, sub_batch = "bbs" if balanced else "none", max(1, share // 8)
-            found.append(begin + assign(self.costs[whole], self.world, method=method, sub_batch=sub_batch))
+            costs = self.costs[whole.flatten()]
+            found.append(whole.flatten()[assign(costs, self.world, method=method, sub_batch=sub_batch)])
         return found
 
     def batches(self, dealt: list[np.ndarray], rank: int, device: torch.device) -> list[RandomBatch]:

@@ -24,9 +24,13 @@ def test_every_sample_is_in_one_part_of_one_rank(balanced):
     bench = Bench(argparse.Namespace(model="tiny", batch=16, parts=[1, 3]), 4)
     dealt = bench.deal(16, 3, balanced)
     assert [part.shape for part in dealt] == [(4, 16)] * 3
-    assert np.array_equal(np.sort(np.concatenate(dealt, axis=None)), np.arange(4 * 16 * 3))
+    own = np.arange(8 * 3 * 16).reshape(8, 3, 16)
     for number, part in enumerate(dealt):
-        assert set(part.flat) == set(range(64 * number, 64 * number + 64))
+        assert np.array_equal(np.sort(part, axis=None), own[:4, number].flatten())
+        if not balanced:
+            assert np.array_equal(part, own[:4, number])  # as in any other world
+    (strong,) = bench.deal(4, 1, balanced, strong=True)
+    assert np.array_equal(np.sort(strong, axis=None), own[0, 0])
     assert bench.work(dealt, 1) >= 1
     if balanced:
         assert bench.work(dealt, 1) < bench.work(bench.deal(16, 3, False), 1)
