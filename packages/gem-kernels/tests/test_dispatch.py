@@ -1,7 +1,5 @@
 """Which backend runs, and that what cannot run says why."""
 
-import warnings
-
 import gem_kernels
 import pytest
 import torch
@@ -100,19 +98,3 @@ def test_a_gpu_gets_kernels():
     q = random_heads(4, 2, 64, dtype=torch.bfloat16, device="cuda")
     for op in dispatch.OPERATORS:
         assert why(op, q, features=()).backend in ("triton", "hopper")
-
-
-def test_head_dimensions_in_doubt_are_left_to_the_reference_on_a_card(monkeypatch):
-    able = {"triton": lambda p: (True, "able"), "reference": lambda p: (True, "everywhere")}
-    monkeypatch.setattr(dispatch, "_BACKENDS", able)
-    dispatch._choose.cache_clear()
-    chosen = {}
-    for dim in (16, 24, 32):
-        problem = Problem(op="jagged_attention", device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=dim)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            chosen[dim] = dispatch._choose(problem, None, False).backend
-        assert bool(said) == (dim == 24)
-        assert dispatch._choose(problem, "triton", False).backend == "triton"
-    assert chosen == {16: "triton", 24: "reference", 32: "triton"}
-    dispatch._choose.cache_clear()

@@ -94,17 +94,21 @@ def test_loops_over_tiles_carry_the_whole_record() -> None:
         "forward d64 3x64 bias [5, 5, 5, 2, 3]",
         "forward d64 3x64 causal bias [5, 5, 5, 2, 3]",
         "forward d64 3x64-lazy [5, 5, 5, 2, 3]",
+        "forward d64 3x64-ahead [5, 5, 5, 2, 3]",
+        "forward d64 3x64-ahead-lazy [5, 5, 5, 2, 3]",
         # consumers: step, visit and the tile's rows; the loader: tile, step, visit and records; then dQ from dS
         *(
-            f"{kernel}{mask} {carried}"
+            f"{kernel}{mask}{bias} {carried}"
             for mask in ("", " causal", " window")
-            for kernel, carried in (
-                ("backward d64 stream", [3, 3, 3, 4]),
-                ("backward d64 together", [5, 5, 5, 4]),  # with the word that is owed
-                ("backward d64 short-keys", [1, 1]),
-                ("backward d64 short-queries", [1, 1]),
-                ("d64", [3, 3, 3, 3, 3]),
+            for kernel, bias, carried in (
+                ("backward d64 stream", "", [3, 3, 3, 4]),
+                ("backward d64 together", "", [5, 5, 5, 4]),  # with the word that is owed
+                ("backward d64 short-keys", "", [1, 1]),
+                ("backward d64 short-queries", "", [1, 1]),
+                ("backward d64 stream", " bias", [3, 3, 4]),  # two consumers
+                ("d64", "", [3, 3, 3, 3, 3]),
             )
+            if not (bias and mask == " window")
         ),
     ]
 

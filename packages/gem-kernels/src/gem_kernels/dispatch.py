@@ -149,23 +149,12 @@ def _choose(problem: Problem, backend: str | None, interpret: bool) -> Choice:
         if name == "triton" and problem.device.type == "cpu":  # the interpreter is for whoever asks for it by name
             reasons[name] = "the tensors are on the CPU; the interpreter runs only when asked for by name"
             continue
-        if name == "triton" and _doubted(problem):
-            reasons[name] = (
-                "softmax by the Hopper and the Triton kernels differed on a card at head dimension 24, and it is not "
-                f"known which was wrong: at {problem.head_dim} it runs only when asked for by name"
-            )
-            continue
         able, reasons[name] = applies(problem)
         if able:
             if name == REFERENCE and problem.device.type == "cuda":
                 warnings.warn(f"{problem.op} falls back to plain PyTorch: {reasons}", stacklevel=3)
             return Choice(name, reasons)
     raise AssertionError("the reference always applies")
-
-
-def _doubted(problem: Problem) -> bool:
-    """Whether it is not known that the kernels are right there (docs/notes/hopper-attention.md)."""
-    return problem.device.type == "cuda" and problem.op in ("jagged_attention", "gdpa") and 16 < problem.head_dim < 32
 
 
 @torch.compiler.assume_constant_result

@@ -26,6 +26,7 @@ TOLERANCE = 1e-2  # relative error of a BF16 result against float64
 SAMPLE = 10  # sequences of a case that the gate compares
 POLYNOMIAL = ("silu_poly", "gelu_poly")
 BOUND = 4.0  # of the scores, where a polynomial takes the activation's place
+WITH_DBIAS = " and dbias"
 POLYNOMIAL_CASES = ("self-full-1024", "self-half-1024", "self-half-512", "short-kv-256")
 
 
@@ -126,32 +127,35 @@ def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
     def forward(config: launch.ForwardConfig) -> Tensor:
         return launch.forward(p.q, p.k, p.v, *p.where, p.scale, config=config, bias=p.bias, **options)[0]
 
-    def backward(config: launch_backward.BackwardConfig) -> tuple[Tensor, ...]:
+    def backward(name: str) -> tuple[Tensor, ...]:
         if not kept:
-            kept.extend(launch.forward(p.q, p.k, p.v, *p.where, p.scale, **options))
+            kept.extend(launch.forward(p.q, p.k, p.v, *p.where, p.scale, bias=p.bias, **options))
         out, lse = kept
+        config = launch_backward.BACKWARD[name.removesuffix(WITH_DBIAS)]
+        dbias = torch.empty_like(p.bias) if p.bias is not None and name.endswith(WITH_DBIAS) else None
         return launch_backward.backward(
-            p.dout, None, p.q, p.k, p.v, out, lse, *p.where, p.scale, config=config, **options
+            p.dout, None, p.q, p.k, p.v, out, lse, *p.where, p.scale, config=config, bias=p.bias, bias_grad=dbias,
+            **options,
         )  # fmt: skip
 
     forwards, backwards = _hopper_names(p.case, p.act)
     for name in forwards:
         yield f"hopper {name}", Variant(functools.partial(forward, launch.FORWARD[name]), None)
     for name in backwards:
-        way = launch_backward.BACKWARD[name]
-        yield f"hopper {name}", Variant(None, functools.partial(backward, way))
+        yield f"hopper {name}", Variant(None, functools.partial(backward, name))
 
 
 def _hopper_names(case: Case, act: str | None) -> tuple[list[str], list[str]]:
-    """The configurations of both passes worth comparing on a case; with a bias one, and the portable backward."""
+    """The configurations of both passes worth comparing on a case; with a bias one, without and with its gradient."""
     from gem_kernels.hopper import launch_backward
 
     if case.bias:
-        return ["3x64"], []
+        return ["3x64"], ["stream", f"stream{WITH_DBIAS}"]
     fitting = [name for name, way in launch_backward.BACKWARD.items() if way.fits(case.max_q, case.max_k)]
     if max(case.window) >= 0:
         return ["3x128", "3x128-lean"], fitting
-    return ["3x128", "3x64"] + (["3x128-lazy", "3x64-lazy"] if act is None else []), fitting
+    softmax = ["3x128-lazy", "3x64-lazy", "3x64-ahead", "3x64-ahead-lazy"]
+    return ["3x128", "3x64"] + (softmax if act is None else []), fitting
 
 
 def _baseline(p: Problem) -> Variant:

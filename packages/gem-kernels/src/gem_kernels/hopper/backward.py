@@ -28,17 +28,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from gem_kernels.hopper.backward_bias import bias_at
 from gem_kernels.hopper.backward_block import BLOCK, in_sight, put_rows
 from gem_kernels.hopper.backward_keys import head_of_queries, pass_by
 from gem_kernels.hopper.exchange import pack, take, tile_row, unpack
 from gem_kernels.hopper.records import FIELDS, RECORDS
+
+# Two numbers in one of a record, with a bias: rows of a tile and its sequence, steps of a tile and its first.
+ROWS, STEPS = gl.constexpr(256), gl.constexpr(1 << 16)
 
 
 @gluon.jit
 def _loader(
     inputs, records, buffers, barriers, mask,
     NC: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, SHARED: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, SHARED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Takes tiles off the list, tells the consumers of each, and loads what it needs."""
     q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, cursor_ptr, own_ptr, window, workspace = inputs
@@ -79,7 +83,10 @@ def _loader(
             r = tile % RECORDS
             mbarrier.wait(record_empty.index(r), ((tile // RECORDS) & 1) ^ 1)
             ds_row = (head * GROUP * window_blocks + block + begin - first) * key_blocks * BLOCK
-            record.index(r).store(pack(k_row, rows, q_len, n, head, ds_row, diagonal, first_block, L))
+            rows_told, n_told = rows, n
+            if BIAS:  # what finds the bias: the sequence, and the first query block
+                rows_told, n_told = rows + b * ROWS, n + begin * STEPS
+            record.index(r).store(pack(k_row, rows_told, q_len, n_told, head, ds_row, diagonal, first_block, L))
             mbarrier.arrive(record_full.index(r), count=1)
             tile += 1
             if t < total:
@@ -122,9 +129,9 @@ def _loader(
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr, outputs, problem, records, buffers, ds_buf, barriers, mask,
+    W: gl.constexpr, outputs, problem, bias, records, buffers, ds_buf, barriers, mask,
     D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, GROUP: gl.constexpr,
-    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride = outputs
     scale, v_scale, k_scale, workspace = problem
@@ -144,6 +151,10 @@ def _consumer(
         mbarrier.wait(record_full.index(r), (visit // RECORDS) & 1)
         k_row, rows, q_left, n, head, ds_row, diagonal, first_block = unpack(record.index(r).load(RL), RL)
         mbarrier.arrive(record_empty.index(r), count=1)
+        b, first_query = 0, 0
+        if BIAS:
+            b, first_query = rows // ROWS, n // STEPS * BLOCK
+            rows, n = rows % ROWS, n % STEPS
         if rows > 0:
             mine = rows - W * BLOCK
             slot = visit % 2
@@ -160,11 +171,15 @@ def _consumer(
                 steps = (begin, end, n)
                 left_over = (q_left, mine, diagonal + W * BLOCK)
                 for g in range(GROUP):
+                    place = 0
+                    if BIAS:
+                        place = bias_at(bias, (b, head * GROUP + g, first_query, first_block * BLOCK + W * BLOCK), BIAS)
                     at = ds_row + g * window_blocks * key_blocks * BLOCK
                     dk, dv, step = head_of_queries(
                         dk, dv, k.reshape([BLOCK, D]), v.reshape([BLOCK, D]), step, steps, left_over,
                         (ds_buf.index(W), ds_desc, at, key_blocks * BLOCK), (before, (visit > 0) & (g == 0), nothing),
-                        (scale, mask), buffers, barriers, NC, D, QS, DS, ACT, LEFT, RIGHT, False,
+                        (scale, mask), place, buffers, barriers, NC, D, QS, DS, ACT, LEFT, RIGHT, False,
+                        bias[0].dtype.element_ty, BIAS,
                     )  # fmt: skip
                 at_row = k_row + W * BLOCK
                 k_out = k.reshape([BLOCK, D])
@@ -187,22 +202,26 @@ def _consumer(
 
 
 @gluon.jit(
-    do_not_specialize=["first", "last", "query_blocks", "window_blocks", "key_blocks", "left", "right"]
+    do_not_specialize=[
+        "first", "last", "query_blocks", "window_blocks", "key_blocks", "left", "right", "bias_batch", "bias_head",
+        "bias_row",
+    ]
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride,
     tiles_ptr, count_ptr, cursor_ptr, own_ptr, first, last, query_blocks, window_blocks, key_blocks, left, right,
-    scale, v_scale, k_scale,
+    scale, v_scale, k_scale, bias_ptr, bias_batch, bias_head, bias_row,
     D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, GROUP: gl.constexpr,
     ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SHARED: gl.constexpr,
-    REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
+    REGS: gl.constexpr, LOADER_REGS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """dV = v_scale P^T dO, dK = k_scale dS^T Q, and dS. For softmax `scale` holds log2(e) as a factor.
 
     rows: LSE in base 2 and delta of every query block of every head, [H, query_blocks, 2, 64] float32. `first`, `last`:
     the window of query block numbers; the workspace holds `window_blocks` of them for every head, `key_blocks` blocks
     of dS each. QS, DS: stages of Q and of dO. A query at position p = i + (Lk - Lq) sees keys p - left (with LEFT) to
-    p + right (with RIGHT). SHARED: Q [L, H, DIM] serves every sequence.
+    p + right (with RIGHT). SHARED: Q [L, H, DIM] serves every sequence. BIAS: added to the scores, with strides in
+    units of BIAS numbers (`backward_bias`); softmax only.
     """
     dtype: gl.constexpr = dk_ptr.dtype.element_ty
     q_buf = gl.allocate_shared_memory(dtype, [QS, BLOCK, 1, D], q_desc.layout)
@@ -239,6 +258,7 @@ def backward_kernel(
     barriers = (q_full, do_full, step_empty, kv_full, kv_empty)
     outputs = (ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride)
     problem = (scale, v_scale, k_scale, workspace)
+    bias = (bias_ptr, bias_batch, bias_head, bias_row)
     inputs = (
         q_desc, k_desc, v_desc, do_desc, rows_desc, tiles_ptr, count_ptr, cursor_ptr, own_ptr, (first, last), workspace
     )  # fmt: skip
@@ -247,11 +267,12 @@ def backward_kernel(
     if NC == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, outputs, problem, records, buffers, ds_buf, barriers, mask,
-                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT)),
-                (_consumer, (1, outputs, problem, records, buffers, ds_buf, barriers, mask,
-                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT)),
-                (_loader, (inputs, records, buffers, barriers, mask, NC, QS, DS, GROUP, ACT, LEFT, RIGHT, SHARED)),
+                (_consumer, (0, outputs, problem, bias, records, buffers, ds_buf, barriers, mask,
+                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT, BIAS)),
+                (_consumer, (1, outputs, problem, bias, records, buffers, ds_buf, barriers, mask,
+                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT, BIAS)),
+                (_loader, (inputs, records, buffers, barriers, mask,
+                           NC, QS, DS, GROUP, ACT, LEFT, RIGHT, SHARED, BIAS)),
             ],
             [4, 1],
             [REGS, LOADER_REGS],
@@ -259,13 +280,14 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, outputs, problem, records, buffers, ds_buf, barriers, mask,
-                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT)),
-                (_consumer, (1, outputs, problem, records, buffers, ds_buf, barriers, mask,
-                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT)),
-                (_consumer, (2, outputs, problem, records, buffers, ds_buf, barriers, mask,
-                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT)),
-                (_loader, (inputs, records, buffers, barriers, mask, NC, QS, DS, GROUP, ACT, LEFT, RIGHT, SHARED)),
+                (_consumer, (0, outputs, problem, bias, records, buffers, ds_buf, barriers, mask,
+                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT, BIAS)),
+                (_consumer, (1, outputs, problem, bias, records, buffers, ds_buf, barriers, mask,
+                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT, BIAS)),
+                (_consumer, (2, outputs, problem, bias, records, buffers, ds_buf, barriers, mask,
+                             D, DIM, NC, QS, DS, GROUP, ACT, LEFT, RIGHT, BIAS)),
+                (_loader, (inputs, records, buffers, barriers, mask,
+                           NC, QS, DS, GROUP, ACT, LEFT, RIGHT, SHARED, BIAS)),
             ],
             [4, 4, 1],
             [REGS, REGS, LOADER_REGS],

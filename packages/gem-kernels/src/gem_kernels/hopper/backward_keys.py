@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gem_kernels.hopper.backward_bias import biased, load_bias
 from gem_kernels.hopper.backward_block import BLOCK, in_sight, product, put_rows, score_gradient, weights
 
 threads_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name from triton 3.7 on
@@ -73,9 +74,10 @@ def pass_by(step, n, barriers, QS: gl.constexpr, DS: gl.constexpr):
 
 @gluon.jit
 def _step(
-    S, dv, k, v, step, q_left, k_left, d, problem, buffers, barriers,
+    S, dv, k, v, step, q_left, k_left, d, problem, bias, buffers, barriers,
     NC: gl.constexpr, D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr,
     ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAST: gl.constexpr,
+    HALF: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """From a step's scores: dV, to which its part may still be in flight, P^T, which that product reads, and dS^T.
 
@@ -95,6 +97,9 @@ def _step(
     do = do_buf.index(o).reshape([BLOCK, D])
     mbarrier.wait(do_full.index(o), (step // DS) & 1)
     dP = product(v, do, SL)
+    if BIAS:
+        S = biased(S, scale, bias, HALF, SL, BIAS)
+        scale = 1.0
     p, slope = weights(S, scale, rows_buf.index(2 * s).load(RL), q_left, d, mask, ACT, SL, LEFT, RIGHT, LAST)
     P = gl.convert_layout(p.to(dtype), PL)
     dv = warpgroup_mma(P, do, dv, is_async=True)
@@ -107,11 +112,14 @@ def _step(
 
 @gluon.jit
 def head_of_queries(
-    dk, dv, k, v, step, steps, left_over, out, release, problem, buffers, barriers,
+    dk, dv, k, v, step, steps, left_over, out, release, problem, bias, buffers, barriers,
     NC: gl.constexpr, D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr,
     ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TOGETHER: gl.constexpr,
+    HALF: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """What one head's queries add to dK and dV of 64 keys, and their dS."""
+    """What one head's queries add to dK and dV of 64 keys, and their dS. BIAS: `bias` is that of these keys for the
+    queries that `n` counts, from `bias_at`, of pointers to HALF.
+    """
     begin, end, n = steps
     q_left, mine, d0 = left_over
     ds_buf, ds_desc, ds_row, ds_step = out
@@ -124,12 +132,15 @@ def head_of_queries(
     if end > begin:
         mbarrier.wait(q_full.index(step % QS), (step // QS) & 1)
         S = product(k, q_buf.index(step % QS).reshape([BLOCK, D]), SL)
+        b = 0
+        if BIAS:  # under the product
+            b = load_bias(bias, begin * BLOCK, q_left - begin * BLOCK, mine, SL, BIAS)
         settle(before, has_before, word, TOGETHER)
         S = warpgroup_mma_wait(0, deps=(S,))
         for i in range(begin, end - 1):
             dv, P, dS = _step(
-                S, dv, k, v, step, q_left - i * BLOCK, mine, d0 - i * BLOCK, problem, buffers, barriers,
-                NC, D, QS, DS, ACT, LEFT, RIGHT, False,
+                S, dv, k, v, step, q_left - i * BLOCK, mine, d0 - i * BLOCK, problem, b, buffers, barriers,
+                NC, D, QS, DS, ACT, LEFT, RIGHT, False, HALF, BIAS,
             )  # fmt: skip
             s = step % QS
             o = step % DS
@@ -140,12 +151,14 @@ def head_of_queries(
             dk = warpgroup_mma(dS, q_buf.index(s).reshape([BLOCK, D]), dk, is_async=True)
             _send(dS, ds_buf, ds_desc, ds_row, SL)
             ds_row += ds_step
+            if BIAS:
+                b = load_bias(bias, (i + 1) * BLOCK, q_left - (i + 1) * BLOCK, mine, SL, BIAS)
             S, dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(S, dv, dk, P, dS))
             mbarrier.arrive(step_empty.index(o), count=1)
         i = end - 1
         dv, P, dS = _step(
-            S, dv, k, v, step, q_left - i * BLOCK, mine, d0 - i * BLOCK, problem, buffers, barriers,
-            NC, D, QS, DS, ACT, LEFT, RIGHT, True,
+            S, dv, k, v, step, q_left - i * BLOCK, mine, d0 - i * BLOCK, problem, b, buffers, barriers,
+            NC, D, QS, DS, ACT, LEFT, RIGHT, True, HALF, BIAS,
         )  # fmt: skip
         s = step % QS
         o = step % DS
@@ -201,7 +214,7 @@ def key_tile(
                 dk, dv, k.reshape([BLOCK, D]), v.reshape([BLOCK, D]), step, steps, left_over,
                 (ds_buf.index(W), ds_desc, at, key_blocks * BLOCK),
                 (before, (visit > 0) & (g == 0), (told_ptr, gl.where(g == 0, owed, -1))),
-                (scale, mask), buffers, barriers, NC, D, QS, DS, ACT, LEFT, RIGHT, True,
+                (scale, mask), 0, buffers, barriers, NC, D, QS, DS, ACT, LEFT, RIGHT, True, dtype, 0,
             )  # fmt: skip
         at_row = k_row + W * BLOCK
         k_out = k.reshape([BLOCK, D])

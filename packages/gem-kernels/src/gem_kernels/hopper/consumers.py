@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -13,9 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gem_kernels.hopper.activations import activate
+from gem_kernels.hopper.ahead import steps_ahead
 from gem_kernels.hopper.exchange import unpack
 from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, apart, steps_of
+from gem_kernels.hopper.softmax import partial, weights
 
 
 @gluon.jit
@@ -66,75 +66,6 @@ def _hidden(
     return S
 
 
-@triton.constexpr_function
-def _product_unless_one(n):
-    """x[i] *= a[i] for the n numbers that a thread has of two rows; nothing where all factors of a warp are 1."""
-    test = f"setp.ne.f32 p, ${2 * n}, 0f3F800000; setp.ne.f32 q, ${2 * n + 2}, 0f3F800000; or.pred p, p, q;"
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
-    return f"{{ .reg .pred p, q; {test} vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; {products} DONE: }}"
-
-
-@triton.constexpr_function
-def _in_place(n):
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
-
-
-@gluon.jit
-def _rescaled(acc, alpha, LAZY: gl.constexpr):
-    """acc [BLOCK, D] times alpha [BLOCK]; LAZY: most factors are 1."""
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    if LAZY:
-        N: gl.constexpr = acc.shape[1] // 2
-        every = factor + gl.zeros_like(acc)
-        return gl.inline_asm_elementwise(_product_unless_one(N), _in_place(N), [acc, every], gl.float32, True, N)
-    return acc * factor
-
-
-@gluon.jit
-def _weights(
-    s, acc, m, total, scale, SL: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, MASKED: gl.constexpr,
-    LEAN: gl.constexpr, LAZY: gl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax, or the activation: weights, O so far (rescaled), new maximum and new sum.
-
-    MASKED: a row may have seen no key yet. LEAN: maxima in two chains for each row; sums of what each thread holds,
-    which need no other thread until the end; O rescaled between the exponentials. LAZY: weights up to 2^8, so that the
-    maximum that they are relative to, and the scale of O, seldom change (FlashAttention 4).
-    """
-    if ACT == "softmax":
-        if LEAN:
-            top = gl.max(gl.max(s.reshape([BLOCK, s.shape[1] // 8, 8]), 1), 1)
-        else:
-            top = gl.max(s, 1)
-        m_new = gl.maximum(m, gl.convert_layout(top * scale, m.type.layout, True))
-        if LAZY:
-            m_new = gl.where(m_new > m + 8.0, m_new, m)
-        shift = m_new
-        if MASKED:
-            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-        if LEAN:
-            alpha = gl.exp2(m - shift)
-            acc = _rescaled(acc, alpha, LAZY)
-            p = gl.exp2(s * scale - gl.convert_layout(shift, gl.SliceLayout(1, SL))[:, None])
-            part = gl.convert_layout(_partial(p), total.type.layout, True)
-            total = total * gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), True)[:, None] + part
-        else:
-            p = gl.exp2(s * scale - gl.convert_layout(shift, gl.SliceLayout(1, SL))[:, None])
-            alpha = gl.exp2(m - shift)
-            total = total * alpha + gl.convert_layout(gl.sum(p, 1), m.type.layout)
-            acc = _rescaled(acc, alpha, LAZY)
-        m = m_new
-    else:
-        p = activate(s * scale, ACT)
-    return p, acc, m, total
-
-
-@gluon.jit
-def _partial(p):
-    """Of each row the sums over the columns that one thread holds, [BLOCK, 4]."""
-    return gl.sum(gl.sum(p.reshape([BLOCK, p.shape[1] // 8, 4, 2]), 3), 1)
-
-
 @gluon.jit
 def _finish(
     acc, m, total, out, buf, out_row, rows, head,
@@ -146,7 +77,7 @@ def _finish(
     """
     o_desc, o_ptr, lse_ptr, heads, out_scale, residual_ptr = out
     if ACT == "softmax":
-        if len(total.shape) == 2:  # of `_partial`
+        if len(total.shape) == 2:  # of `partial`
             total = gl.convert_layout(gl.sum(total, 1), m.type.layout, True)
         if MASKED:  # a row that sees no key: O = 0, LSE = -inf
             inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
@@ -249,7 +180,7 @@ def _step(
         mbarrier.arrive(before_empty, count=1)
     if EDGES:
         S = _hidden(S, key, position, k_len, window, N, SL, ACT, LEFT, RIGHT)
-    p, acc, m, total = _weights(S, acc, m, total, scale, SL, OL, ACT, MASKED, LEAN, LAZY)
+    p, acc, m, total = weights(S, acc, m, total, scale, SL, OL, ACT, MASKED, LEAN, LAZY)
     P = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, OL, 2))
     if not LEAN:
         mbarrier.wait(v_full.index(s), phase)
@@ -283,11 +214,58 @@ def _range(first, rows, k_len, lo, shorts, wholes, window, BN: gl.constexpr, LEF
 
 
 @gluon.jit
+def _steps(
+    block, acc, m, total, scale, step, steps, before, window, buffers, barriers, bias_at, SHORT: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """All steps of one block: the short ones first, those that its rows see nothing of passed over."""
+    slot, first, mine = block
+    lo, shorts, wholes, k_len = steps
+    before_empty, has_before = before
+    q_buf, k_buf, v_buf = buffers
+    MASKED: gl.constexpr = LEFT or RIGHT
+    dtype: gl.constexpr = q_buf.dtype
+    if LEAN:
+        total = partial(acc)  # zeros
+    my_shorts, begin, end = _range(first, gl.minimum(mine, BLOCK), k_len, lo, shorts, wholes, window, BN, LEFT, RIGHT)
+    if MASKED:  # perhaps without a step
+        tma.store_wait(0)
+        mbarrier.arrive(before_empty, count=1, pred=has_before)
+        _pass(step, shorts - my_shorts, barriers, KS, LEAN)
+    q = q_buf.index(apart(slot)).reshape([BLOCK, D])
+    for i in range(my_shorts):
+        s = (step + i) % KS
+        k = k_buf.index(s)._reinterpret(dtype, [BLOCK, 1, D], SHORT).reshape([BLOCK, D])
+        v = v_buf.index(s)._reinterpret(dtype, [BLOCK, 1, D], SHORT).reshape([BLOCK, D])
+        settle = False if MASKED else (i == 0) & has_before
+        acc, m, total = _step(
+            q, k, v, acc, m, total, scale, step + i, (before_empty, settle),
+            lo + wholes * BN + (shorts - 1 - i) * BLOCK, first, k_len, window, barriers, bias_at,
+            DIM, BLOCK, KS, OL, ACT, True, LEFT, RIGHT, LEAN, LAZY, BIAS,
+        )  # fmt: skip
+    if MASKED:
+        _pass(step + shorts, begin, barriers, KS, LEAN)
+    q = q_buf.index(apart(slot)).reshape([BLOCK, D])
+    for i in range(begin, end):
+        s = (step + shorts + i) % KS
+        settle = False if MASKED else (i == 0) & (shorts == 0) & has_before
+        acc, m, total = _step(
+            q, k_buf.index(s).reshape([BN, D]), v_buf.index(s).reshape([BN, D]), acc, m, total, scale,
+            step + shorts + i, (before_empty, settle), lo + (wholes - 1 - i) * BN, first,
+            k_len, window, barriers, bias_at, DIM, BN, KS, OL, ACT, MASKED, LEFT, RIGHT, LEAN, LAZY, BIAS,
+        )  # fmt: skip
+    if MASKED:
+        _pass(step + shorts + end, wholes - end, barriers, KS, LEAN)
+    return acc, m, total
+
+
+@gluon.jit
 def consume(
     W, scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr,
     TURNS: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr,
-    LAZY: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    LAZY: gl.constexpr, AHEAD: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile: the first consumer the first, and so on. SHORT: the layout of a short step of K and V.
 
@@ -296,12 +274,11 @@ def consume(
     the rings hold.
     """
     record, record_full, record_empty = records
-    q_buf, k_buf, v_buf = buffers
+    q_buf, _k_buf, _v_buf = buffers
     q_full, q_empty = q_barriers
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     RL: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     MASKED: gl.constexpr = LEFT or RIGHT
-    dtype: gl.constexpr = q_buf.dtype
     step = 0
     tile = 0
     rows = 1
@@ -325,45 +302,23 @@ def consume(
                 acc = gl.zeros([BLOCK, D], gl.float32, OL)
                 m = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, OL))
                 total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, OL))
-                if LEAN:
-                    total = _partial(acc)  # zeros
-                my_shorts, begin, end = _range(
-                    first, gl.minimum(mine, BLOCK), k_len, lo, shorts, wholes, window, BN, LEFT, RIGHT
-                )
-                if MASKED:  # perhaps without a step
-                    tma.store_wait(0)
-                    mbarrier.arrive(q_empty.index(before), count=1, pred=tile > 0)
-                    _pass(step, shorts - my_shorts, barriers, KS, LEAN)
                 bias_at = (0, 0, 0, 0)
                 if BIAS:
                     bias_ptr, bias_batch, bias_head, bias_row, max_q = bias
                     sequence = gl.sum(gl.where(gl.arange(0, FIELDS, RL) == 6, x, 0), 0).to(gl.int64)
                     at = sequence * bias_batch + head.to(gl.int64) * bias_head
                     bias_at = (bias_ptr + at * BIAS, bias_row * BIAS, row + w * BLOCK, max_q - 1)
-                q = q_buf.index(apart(slot)).reshape([BLOCK, D])
-                for i in range(my_shorts):
-                    s = (step + i) % KS
-                    k = k_buf.index(s)._reinterpret(dtype, [BLOCK, 1, D], SHORT).reshape([BLOCK, D])
-                    v = v_buf.index(s)._reinterpret(dtype, [BLOCK, 1, D], SHORT).reshape([BLOCK, D])
-                    has_before = False if MASKED else (i == 0) & (tile > 0)
-                    acc, m, total = _step(
-                        q, k, v, acc, m, total, scale, step + i, (q_empty.index(before), has_before),
-                        lo + wholes * BN + (shorts - 1 - i) * BLOCK, first, k_len, window, barriers, bias_at,
-                        DIM, BLOCK, KS, OL, ACT, True, LEFT, RIGHT, LEAN, LAZY, BIAS,
+                settle = (q_empty.index(before), tile > 0)
+                if AHEAD:
+                    acc, m, total = steps_ahead(
+                        q_buf.index(slot).reshape([BLOCK, D]), buffers, acc, m, scale, step, n, settle, k_len, barriers,
+                        D, KS, OL, ACT, LAZY,
                     )  # fmt: skip
-                if MASKED:
-                    _pass(step + shorts, begin, barriers, KS, LEAN)
-                q = q_buf.index(apart(slot)).reshape([BLOCK, D])
-                for i in range(begin, end):
-                    s = (step + shorts + i) % KS
-                    has_before = False if MASKED else (i == 0) & (shorts == 0) & (tile > 0)
-                    acc, m, total = _step(
-                        q, k_buf.index(s).reshape([BN, D]), v_buf.index(s).reshape([BN, D]), acc, m, total, scale,
-                        step + shorts + i, (q_empty.index(before), has_before), lo + (wholes - 1 - i) * BN, first,
-                        k_len, window, barriers, bias_at, DIM, BN, KS, OL, ACT, MASKED, LEFT, RIGHT, LEAN, LAZY, BIAS,
+                else:
+                    acc, m, total = _steps(
+                        (slot, first, mine), acc, m, total, scale, step, (lo, shorts, wholes, k_len), settle, window,
+                        buffers, barriers, bias_at, SHORT, BN, D, DIM, KS, OL, ACT, LEFT, RIGHT, LEAN, LAZY, BIAS,
                     )  # fmt: skip
-                if MASKED:
-                    _pass(step + shorts + end, wholes - end, barriers, KS, LEAN)
                 _finish(
                     acc, m, total, out, q_buf.index(slot), out_row, mine, head, D, DIM, OL, ACT, MASKED or BIAS > 0,
                     RESIDUAL,

@@ -33,6 +33,8 @@ class ForwardConfig:
     stages to be ahead by.
     lean: K and V of a step share barriers, and rows are reduced with less waiting (`consumers`).
     lazy: O is rescaled only where a maximum grows by more than a factor of 2^8.
+    ahead: the scores of the next step are under way during a softmax (`gem_kernels.hopper.ahead`); steps of 64 keys,
+    without masks and biases.
     """
 
     consumers: int
@@ -41,6 +43,7 @@ class ForwardConfig:
     turns: bool = False
     lean: bool = False
     lazy: bool = False
+    ahead: bool = False
 
     @property
     def shape(self) -> TileShape:
@@ -55,8 +58,8 @@ class ForwardConfig:
         return {
             "BN": self.step, "D": padded(dim), "DIM": dim, "NC": self.consumers, "KS": self.stages,
             "QS": 2, "TURNS": self.turns, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared,
-            "REGS": 160, "LOADER_REGS": 32, "LEAN": self.lean, "LAZY": self.lazy, "BIAS": bias,
-            "RESIDUAL": residual,
+            "REGS": 160, "LOADER_REGS": 32, "LEAN": self.lean, "LAZY": self.lazy,
+            "AHEAD": self.ahead, "BIAS": bias, "RESIDUAL": residual,
         }  # fmt: skip
 
 
@@ -66,6 +69,8 @@ FORWARD = {
     "3x128-lean": ForwardConfig(consumers=3, step=128, stages=2, lean=True),
     "3x64": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True),
     "3x64-lazy": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True, lazy=True),
+    "3x64-ahead": ForwardConfig(consumers=3, step=64, stages=4, turns=True, ahead=True),
+    "3x64-ahead-lazy": ForwardConfig(consumers=3, step=64, stages=4, turns=True, ahead=True, lazy=True),
 }
 
 
@@ -131,10 +136,16 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of `x` [T, H, D] in blocks of `rows` rows of one head, D filled up with zeros to `padded(D)`."""
+    """TMA descriptor of `x` [T, H, D] in blocks of `rows` rows of one head, D filled up with zeros to `padded(D)`.
+
+    Made without its checks, of which a call would pay for six: `readable` is stricter.
+    """
     block = (rows, 1, padded(x.shape[2]))
-    strides = [x.stride(0), x.stride(1) if x.shape[1] > 1 else x.shape[2], 1]
-    return TensorDescriptor(x, list(x.shape), strides, list(block), _layout(block, x.dtype))
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.base, made.shape = x, list(x.shape)
+    made.strides = [x.stride(0), x.stride(1) if x.shape[1] > 1 else x.shape[2], 1]
+    made.block_shape, made.layout, made.padding = list(block), _layout(block, x.dtype), "zero"
+    return made
 
 
 def _bias_arguments(bias: Tensor | None, other: Tensor) -> tuple[int, tuple[Any, ...]]:

@@ -18,7 +18,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from gem_kernels.hopper import backward_tiles
 from gem_kernels.hopper import tiles as tile_lists
 from gem_kernels.hopper.backward import backward_kernel
-from gem_kernels.hopper.launch import LOG2E, head_descriptor, on_its_device, padded, programs, readable
+from gem_kernels.hopper.bias_gradient import AHEAD, bias_gradient_kernel
+from gem_kernels.hopper.first_call import Launch, build
+from gem_kernels.hopper.launch import LOG2E, _bias_arguments, head_descriptor, on_its_device, padded, programs, readable
 from gem_kernels.hopper.pre_post import clear_without_keys, row_statistics
 from gem_kernels.hopper.query_gradient import query_gradient_kernel
 from gem_kernels.hopper.short_backward import short_backward_kernel
@@ -29,6 +31,7 @@ from gem_kernels.schedule import TileShape
 BLOCK = 64  # queries and keys of a block of dS
 CONSUMERS = 4  # of `query_gradient_kernel`
 LONGEST = 1 << 29  # bytes of dS of one head of a sequence: 16384 queries and keys
+LONGEST_BIASED = BLOCK << 15  # queries of a sequence, where a record also tells where a bias begins
 WHOLE = 1 << 16  # row groups of a tile that is a whole (sequence, head)
 
 
@@ -51,22 +54,25 @@ class BackwardConfig:
             return max_q <= BLOCK and group == 1
         return self.own is None or max_k <= BLOCK
 
-    def consumers(self, dim: int) -> int:
-        """Warpgroups of 64 keys: as many as the registers for their dK and dV allow."""
-        return 3 if padded(dim) == 64 else 2
+    def consumers(self, dim: int, bias: bool = False) -> int:
+        """Warpgroups of 64 keys: as many as the registers for their dK and dV, and a bias, allow."""
+        return 3 if padded(dim) == 64 and not bias else 2
 
     def constants(
-        self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False
-    ) -> dict[str, Any]:
-        """The compile-time arguments of `backward_kernel` or `short_backward_kernel`."""
+        self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False,
+        bias: int = 0,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The compile-time arguments of `backward_kernel`, `together_kernel` or `short_backward_kernel`."""
         common = {
             "D": padded(dim), "DIM": dim, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared
         }  # fmt: skip
         if self.own is not None:
             return {**common, "MS": 2, "OWN": self.own}
-        three = self.consumers(dim) == 3
+        three = self.consumers(dim, bias > 0) == 3
+        assert not (self.together and bias)
         return {
-            **common, "NC": self.consumers(dim), "QS": 4 if three else 3, "DS": 3 if three else 2,
+            **common, **({} if self.together else {"BIAS": bias}),
+            "NC": 3 if three else 2, "QS": 4 if three else 3, "DS": 3 if three else 2,
             "REGS": 160 if three else 240, "LOADER_REGS": 32 if three else 24,
         }  # fmt: skip
 
@@ -82,6 +88,17 @@ BACKWARD = {
 def kernel_of(config: BackwardConfig) -> Any:
     """The kernel that a configuration's constants are for."""
     return short_backward_kernel if config.own else together_kernel if config.together else backward_kernel
+
+
+def bias_arguments(bias: Tensor | None, other: Tensor) -> tuple[int, tuple[Any, ...]]:
+    """The unit of the strides of a bias [B or 1, H or 1, max_q, max_k], 0 without one; then the bias (or `other`) and
+    the strides of sequences, heads and rows in this unit, 0 where it is shared. 2 where its rows can be read in pairs
+    of 16-bit numbers.
+    """
+    unit, arguments = _bias_arguments(bias, other)
+    if bias is not None and unit == 2 and (bias.element_size() != 2 or bias.shape[3] % 2):
+        return 1, (arguments[0], *(2 * x for x in arguments[1:]))
+    return unit, arguments
 
 
 def query_gradient_constants(dim: int, *, group: int, left: bool = False, right: bool = False) -> dict[str, Any]:
@@ -104,15 +121,16 @@ def keys_in_sight(max_k: int, left: int, right: int) -> int:
 
 
 def choose_backward(
-    max_q: int, max_k: int, group: int = 1, left: int = -1, right: int = -1
+    max_q: int, max_k: int, group: int = 1, left: int = -1, right: int = -1, bias: bool = False
 ) -> BackwardConfig | None:  # fmt: skip
     """The configuration for sequences of at most these lengths (docs/notes/hopper-attention.md); None, announced once:
     the portable Triton kernels, where dS of one head of a sequence would take more than `LONGEST` bytes.
     """
     for name in ("short-keys", "short-queries"):
-        if BACKWARD[name].fits(max_q, max_k, group):
+        if BACKWARD[name].fits(max_q, max_k, group) and not bias:
             return BACKWARD[name]
-    if 2 * max_q * keys_in_sight(max_k, left, right) * BLOCK > LONGEST:
+    too_long = 2 * max_q * keys_in_sight(max_k, left, right) * BLOCK > LONGEST
+    if too_long or (bias and max_q > LONGEST_BIASED):
         _announce_long_sequences()
         return None
     return BACKWARD["stream"]
@@ -164,11 +182,13 @@ def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
     q_offsets: Tensor | None, k_offsets: Tensor, max_q: int, max_k: int, scale: float, *,
     act: str, out_scale: float, left: int = -1, right: int = -1, config: BackwardConfig,
+    bias: Tensor | None = None, bias_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV in the shapes of q, k, v: contiguous, or dK and dV side by side where K and V are. `out` and `lse` are
     needed for softmax only.
 
-    `q_offsets=None`: q [L, H, D] serves every sequence, whose gradients are summed in a fixed order.
+    `q_offsets=None`: q [L, H, D] serves every sequence, whose gradients are summed in a fixed order. `bias_grad`: where
+    to write that of `bias`, contiguous; both with softmax and "stream" only.
     """
     group, batch = q.shape[1] // k.shape[1], k_offsets.shape[0] - 1
     assert config.fits(max_q, max_k, group)
@@ -184,7 +204,7 @@ def backward(
         readable(dout), dlse, readable(q), readable(k), readable(v), out, lse,
         torch.arange(batch + 1, device=q.device) * q.shape[0] if q_offsets is None else q_offsets, k_offsets,
         max_q, max_k, scale, act, out_scale,
-        min(left, max_q + max_k), min(right, max_q + max_k), group, q_offsets is None,
+        min(left, max_q + max_k), min(right, max_q + max_k), group, q_offsets is None, bias, bias_grad,
     )  # fmt: skip
     run = _short if config.own else _together if config.together else _stream
     run(problem, config, dq, dk, dv)
@@ -215,6 +235,8 @@ class _Problem:
     right: int
     group: int
     shared: bool
+    bias: Tensor | None
+    bias_grad: Tensor | None
 
     @property
     def masks(self) -> dict[str, bool]:
@@ -286,31 +308,59 @@ def _short(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tens
 
 
 def _stream(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """dK, dV and dS, then dQ from dS, window by window."""
+    """dK, dV and dS, then dQ from dS and perhaps the bias's gradient, window by window."""
     heads, dim = dq.shape[1:]
     work = p.workspace(config.workspace)
     loads = _loads(p, p.statistics(work.query_blocks, True))
     dq_out, dk_out, dv_out = (head_descriptor(x, BLOCK) for x in (dq, dk, dv))
-    shape = TileShape(block=BLOCK, consumers=config.consumers(dim), step=BLOCK)
+    shape = TileShape(block=BLOCK, consumers=config.consumers(dim, p.bias is not None), step=BLOCK)
     tiles = tile_lists.build(p.k_offsets, p.q_offsets, p.k.shape[0], p.k.shape[1], shape)
     shape = TileShape(block=BLOCK, consumers=CONSUMERS, step=BLOCK)
     dq_tiles = tile_lists.build(p.q_offsets, p.k_offsets, dq.shape[0], heads, shape)
     blocks = heads * work.window_blocks * work.key_blocks
-    ds = head_descriptor(torch.empty(blocks * BLOCK, 1, BLOCK, dtype=dq.dtype, device=dq.device), BLOCK)
-    masked = max(p.left, p.right) >= 0
+    dS = torch.empty(blocks * BLOCK, 1, BLOCK, dtype=dq.dtype, device=dq.device)
+    ds, grid, masked = head_descriptor(dS, BLOCK), (programs(dq.device),), max(p.left, p.right) >= 0
+    unit, bias = bias_arguments(p.bias, dk)
+    constants = {**p.constants(config), "BIAS": unit, "num_warps": 4}
+    dq_constants = {**query_gradient_constants(dim, group=p.group, **p.masks), "num_warps": 4}
+    dbias = p.bias_grad
+    if dbias is not None and dbias.shape[0] == 1 and len(work.windows) > 1:  # a sum over all of them
+        dbias = torch.empty(dbias.shape, dtype=torch.float32, device=dbias.device)
     for first, last in work.windows:
-        backward_kernel[(programs(dq.device),)](
-            *loads, ds, dk_out, dv_out, dk, dv, dk.stride(0),
-            tiles.table, tiles.count, tiles.cursor, p.k_offsets if masked else tiles.count,
-            first, last, work.query_blocks, work.window_blocks, work.key_blocks, p.left, p.right,
-            p.inner_scale, p.out_scale, p.scale * p.out_scale, **p.constants(config), num_warps=4,
-        )  # fmt: skip
-        query_gradient_kernel[(programs(dq.device),)](
-            ds, loads[1], dq_out, dq, heads * dim,
-            dq_tiles.table, dq_tiles.count, dq_tiles.cursor, p.q_offsets if masked else tiles.count,
-            first, last, work.window_blocks, work.key_blocks, p.left, p.right, p.scale * p.out_scale,
-            **query_gradient_constants(dim, group=p.group, **p.masks), num_warps=4,
-        )  # fmt: skip
+        window = (first, last, work.window_blocks, work.key_blocks, p.left, p.right)
+        launches = [
+            Launch(kernel=backward_kernel, grid=grid, constants=constants, arguments=(
+                *loads, ds, dk_out, dv_out, dk, dv, dk.stride(0),
+                tiles.table, tiles.count, tiles.cursor, p.k_offsets if masked else tiles.count,
+                first, last, work.query_blocks, *window[2:], p.inner_scale, p.out_scale, p.scale * p.out_scale, *bias,
+            )),
+            Launch(kernel=query_gradient_kernel, grid=grid, constants=dq_constants, arguments=(
+                ds, loads[1], dq_out, dq, heads * dim,
+                dq_tiles.table, dq_tiles.count, dq_tiles.cursor, p.q_offsets if masked else tiles.count,
+                *window, p.scale * p.out_scale,
+            )),
+        ]  # fmt: skip
+        if dbias is not None:
+            launches.append(_bias_gradient(p, dS, dbias, window))
+        build(tuple((x.kernel, *x.constants.items(), dq.dtype, dq.device) for x in launches), launches, dq.device)
+        for launch in launches:
+            launch.run()
+    if p.bias_grad is not None and dbias is not None and dbias is not p.bias_grad:
+        p.bias_grad.copy_(dbias)
+
+
+def _bias_gradient(p: _Problem, dS: Tensor, dbias: Tensor, window: tuple[int, ...]) -> Launch:
+    """What a window's dS adds to the bias's gradient; the first window's sets it."""
+    own_batch, own_heads, max_q, max_k = dbias.shape
+    tiles = triton.cdiv(max_q, BLOCK) * triton.cdiv(max_k, BLOCK)
+    constants = {
+        "HEADS": p.q.shape[1], "ALL_BATCH": own_batch == 1, "ALL_HEADS": own_heads == 1, "LEFT": p.left >= 0,
+        "RIGHT": p.right >= 0, "ADD": own_batch == 1 and window[0] > 0, "AHEAD": AHEAD, "num_warps": 4,
+    }  # fmt: skip
+    batch = p.k_offsets.shape[0] - 1
+    return Launch(kernel=bias_gradient_kernel, grid=(tiles * own_batch * own_heads,), constants=constants, arguments=(
+        dS, dbias, p.q_offsets, p.k_offsets, batch, max_q, max_k, tiles, *window,
+    ))  # fmt: skip
 
 
 def _together(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tensor) -> None:

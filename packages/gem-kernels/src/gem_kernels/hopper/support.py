@@ -131,6 +131,12 @@ def _backward_cases(op: str, act: str, dim: int) -> list[CompileCase]:
                 way.constants(dim, group=1, act=act, left=left, right=right),
                 registers=None if way.own is None else 128, defined=True, no_special=act in POLYNOMIALS,
             ))  # fmt: skip
+        if act == "softmax" and not (left and right):
+            way = launch_backward.BACKWARD["stream"]
+            cases.append(_case(
+                f"{op} hopper backward d{dim} stream{mask} bias", launch_backward.backward_kernel, {**loads, **stores},
+                way.constants(dim, group=1, act=act, left=left, right=right, bias=2), defined=True,
+            ))  # fmt: skip
         if act == "softmax":  # the same kernel for every activation
             cases.append(_case(
                 f"hopper dq d{dim}{mask}", launch_backward.query_gradient_kernel, {**stores, "k_desc": rows},
