@@ -21,7 +21,7 @@ import torch
 from gem_data import JaggedBatch
 from gem_lowprec import convert
 from gem_model import GEM
-from gem_model.layers import one_by_one
+from gem_model.layers import Layers, one_by_one
 from gem_model.sequence import SequenceLayer
 from gem_parallel import Topology
 from torch import nn
@@ -124,15 +124,16 @@ def measure(
     whole = time_steps(trainer, batches(trainer, fill, warm_up + steps), warm_up=warm_up)
     batch = next(batches(trainer, fill, 1))
     part = divided(batch, trainer.config.optim.accumulate)[0]
+    seconds = _where_it_goes(trainer, batch, part, whole.step_s)  # before graphs are let go of for the units alone
     copy = None if runtime.world == 1 else plain_copy(trainer)
     units = alone.time_units(trainer, part, repeats=repeats, module=copy)
     share = part.batch_size / batch.batch_size  # a part's units stand for this share of a step's
     in_step = TRAINING_FLOPS * forward_flops(parts, batch)
     local_s = sum(u.seconds for u in units) * in_step / sum(u.flops for u in units)
-    cuda, count = runtime.device.type == "cuda", trainer.config.optim.accumulate
-    with _undivided(trainer), _by_module(trainer) if by_kernel else contextlib.nullcontext():
-        trace = trace_step(trainer, lambda: trainer.step(part), shapes=by_kernel)
-    seconds = of_a_step(split(trace, cuda=cuda), count, whole.step_s)
+    cuda, tables = runtime.device.type == "cuda", None
+    if by_kernel:
+        with _undivided(trainer), _by_module(trainer):
+            tables = kernels.tables(trace_step(trainer, lambda: trainer.step(part), shapes=True), cuda=cuda)
     ranks = runtime.gather({"times": dataclasses.asdict(whole), "parts": seconds, "local_s": local_s}, "the timings")
     losses = waterfall(ranks)
     flops, longest = sum(r["times"]["flops"] for r in ranks), max(_seconds(r) for r in ranks)
@@ -164,10 +165,23 @@ def measure(
         "units_batch": part.batch_size,
         "units_share_of_step": share,
         "waterfall": losses,
-        "kernels": kernels.tables(trace, cuda=cuda) if by_kernel else None,
+        "kernels": tables,
         "ranks": ranks,
         "profile": profile(trainer, units, part, copy),
     }
+
+
+def _where_it_goes(trainer: Trainer, batch: JaggedBatch, part: JaggedBatch, step_s: float) -> dict[str, float]:
+    """Seconds of a step's parts, of a trace: of the whole step where graphs launch its kernels, which then are those
+    that it is timed with, else of one part for all.
+    """
+    cuda = trainer.runtime.device.type == "cuda"
+    layers = getattr(trainer.model.module, "layers", None)
+    if isinstance(layers, Layers) and layers.replay is not None:
+        return of_a_step(split(trace_step(trainer, lambda: trainer.step(batch)), cuda=cuda), 1, step_s)
+    with _undivided(trainer):
+        trace = trace_step(trainer, lambda: trainer.step(part))
+    return of_a_step(split(trace, cuda=cuda), trainer.config.optim.accumulate, step_s)
 
 
 @contextlib.contextmanager

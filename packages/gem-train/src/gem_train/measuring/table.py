@@ -29,7 +29,7 @@ def render(found: dict[str, Any]) -> str:
         f"  {u['name']:<24}{u['seconds'] * 1e3:>10.3f}{u['tflops']:>12.3g}{_share(u['mfu']):>8}" for u in found["units"]
     ]
     parts = found["waterfall"]
-    lines += ["", f"Where a step goes ({parts['step'] * 1e3:.2f} ms; the device's times are those of a traced part)"]
+    lines += ["", f"Where a step goes ({parts['step'] * 1e3:.2f} ms; the device's times are those of a trace)"]
     lines += [
         f"  {NAMES[name]:<46}{seconds * 1e3:>10.3f} ms {seconds / parts['step']:>7.1%}"
         for name, seconds in parts.items()

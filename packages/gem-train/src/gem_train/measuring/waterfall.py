@@ -9,9 +9,9 @@ Each instant belongs to the first of these that is at work on the device (on a C
     communication   collectives, where nothing computes beside them (exposed)
     gaps            nothing at all: the host has not launched the next kernel yet, or waits
 
-The trace is of one part of an accumulated step; `of_a_step` makes it the parts of a step whose time is known. Data wait
-is the host's and lies before the step. Of the communication, what a rank spends waiting for a rank that computes longer
-is imbalance.
+The trace is of one part of an accumulated step, or of all of it where graphs launch the kernels; `of_a_step` makes it
+the parts of a step whose time is known. Data wait is the host's and lies before the step. Of the communication, what a
+rank spends waiting for a rank that computes longer is imbalance.
 """
 
 from __future__ import annotations
