@@ -71,7 +71,8 @@ class ShardedReplay(Rooms):
             on_cuda(layers.parameters())
         self.record: Recorder = recorder or self._record
         self.weights: list[Weights] = []
-        self._gather_again(False)
+        # Whoever calls the layers without coming by here finds them gathered in the backward pass as well.
+        layers.register_forward_pre_hook(lambda *_: self._gather_again(True))
 
     def capture(self, room: Room, inputs: Inputs) -> Chain:
         """See `Rooms`."""
@@ -95,13 +96,10 @@ class ShardedReplay(Rooms):
         return out[: x.shape[0]]
 
     def forget(self) -> None:
-        """Drop all graphs and their memory. Until the next call, which all ranks make together, layers gather again
-        for their backward passes: they may be called without graphs.
-        """
+        """Drop all graphs and their memory."""
         self.graphs.clear()
         gc.collect()  # a chain and its units hold one another
         super().forget()
-        self._gather_again(True)
 
     def _gather_again(self, again: bool) -> None:
         for layer in self.layers:
@@ -210,6 +208,8 @@ class Unit:
         self._sources = [*self.inputs, *leaves]
         with torch.enable_grad(), self.weights.exchanged(leaves):
             x, histories, cls = self.shaped(self.inputs, self.sources, self.chain.events)
+            lanes = self.chain.replay.layers.lanes.open(self.sources, x)
+            histories = {s: replace(h, lane=lanes.get(s)) for s, h in histories.items()}
             x, histories, cls = type(self.layer).forward(self.layer, x, histories, cls)
         self._live = flat(x, histories, cls, self.handed_on)
         return self._live
