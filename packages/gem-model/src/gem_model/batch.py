@@ -52,7 +52,11 @@ class IdsLike(Protocol):
 
 
 class BatchLike(Protocol):
-    """One batch of samples."""
+    """One batch of samples.
+
+    Where samples share histories (:mod:`gem_model.sharing`) it also has ``requests``, [B] int64: the sequences then
+    hold R histories, and that of sample b is number ``requests[b]``. Samples of one request have one time.
+    """
 
     @property
     def sequences(self) -> Mapping[str, SequenceLike]:

@@ -72,6 +72,12 @@ def event_key(source: str, column: str) -> str:
     return f"{key(source)}.{key(column)}"
 
 
+def filled(offsets: Tensor, batch: int) -> Tensor:
+    """Offsets of R <= B histories as those of B, the last ones empty: TorchRec's keys have one number of samples."""
+    missing = batch + 1 - offsets.shape[0]
+    return offsets if missing <= 0 else torch.cat((offsets, offsets[-1:].expand(missing)))
+
+
 def sum_pool(rows: Tensor, offsets: Tensor) -> Tensor:
     """[N, D] -> [B, D]: the sum of each sample's rows, zero where it has none."""
     return torch.segment_reduce(rows, "sum", offsets=offsets, axis=0, unsafe=True)
@@ -94,8 +100,9 @@ class Tables(nn.Module):
     start uniform, with standard deviation ``inputs.table_std``.
     """
 
-    def __init__(self, inputs: ModelInputs, *, device: torch.device | None = None) -> None:
+    def __init__(self, inputs: ModelInputs, *, device: torch.device | None = None, shares: bool = False) -> None:
         super().__init__()
+        self.shares = shares  # whether the model knows of samples that share histories (gem_model.sharing)
         shared = inputs.row_tables
         users: dict[str, list[str]] = {table.name: [] for table in inputs.tables}
         for source in inputs.sources:
@@ -132,7 +139,9 @@ class Tables(nn.Module):
         self.weighted = frozenset(inputs.weighted)
 
     def forward(self, batch: BatchLike) -> Rows:
-        """Look up every id of the batch."""
+        """Look up every id of the batch; ValueError where samples share histories and the model does not know that."""
+        if not self.shares and getattr(batch, "requests", None) is not None:
+            raise ValueError("this model takes a history for each sample: give it the batch's expanded()")
         events: dict[tuple[str, str], Tensor] = {}
         pooled: dict[str, Tensor] = {}
         ids = {f: pick(batch.sparse, f, "sparse feature") for f in (*self.shared_features, *self.bag_features)}
@@ -144,7 +153,7 @@ class Tables(nn.Module):
                 sequence = pick(batch.sequences, source, "sequence")
                 columns[event_key(source, column)] = (
                     pick(sequence.ids, column, f"id column in sequence {source!r}:"),
-                    sequence.offsets,
+                    filled(sequence.offsets, batch.time.shape[0]),
                 )
             columns |= {key(f): (ids[f].values, ids[f].offsets) for f in self.shared_features}
         bags = {key(f): (ids[f].values, ids[f].offsets) for f in self.bag_features}

@@ -23,7 +23,7 @@ from gem_model.batch import BatchLike
 from gem_model.config import PLACES, GemConfig, ModelInputs, Source
 from gem_model.dropout import Dropout
 from gem_model.embed import Rows, pick, sum_pool
-from gem_model.sequence import History, uniform_offsets
+from gem_model.sequence import History, answers, askers
 
 SHY = 0.6  # of the usual size of q and k: at first an event's weight depends more on its time than on its kind
 FEW = 10.0  # events after which a user's vector is no longer mostly held back
@@ -93,13 +93,14 @@ class Evidence(Comparison):
         q = torch.cat((q, self.place.to(q.dtype).expand(q.shape[0], -1, -1)), dim=2)  # [B, H, D]
         v = self.v(y).unflatten(1, (self.heads, -1))
         v = F.pad(v, (0, self.dim - self.value_dim))  # the kernels' keys and values have one size
+        asking, offsets, most = askers(q[:, None], history)
         told = jagged_attention(
-            q.contiguous(),
+            asking[:, 0].contiguous(),
             k.contiguous(),
             v.contiguous(),
-            uniform_offsets(q.shape[0], 1, q.device),
+            offsets,
             history.offsets,
-            1,
+            most,
             history.max_len,
             scale=1.0,
             return_lse=True,
@@ -107,7 +108,7 @@ class Evidence(Comparison):
         assert isinstance(told, tuple)
         out, lse = told
         share = torch.sigmoid(lse.float() - self.sink)  # of all the weight, what the events have
-        return out[..., : self.value_dim].float() * share[..., None]
+        return answers(out[..., : self.value_dim].float() * share[..., None], history)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -152,6 +153,8 @@ class Affinity(Comparison):
         total = sum_pool(torch.cat(((k * worth[..., None]).flatten(1), omega), dim=1), history.offsets)
         u, weight = total.split((self.heads * self.dim, self.heads), dim=1)
         u = u.unflatten(1, (self.heads, -1)) / torch.sqrt(FEW + weight)[..., None]
+        if history.requests is not None:
+            u = history.requests.each(u)
         return (q * u).sum(dim=2) / math.sqrt(self.dim)
 
     @torch.no_grad()

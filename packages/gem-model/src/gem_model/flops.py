@@ -13,7 +13,12 @@ from gem_model.config import PLACES, GemConfig, ModelInputs, Source
 
 
 def batch_flops(
-    config: GemConfig, inputs: ModelInputs, lengths: Mapping[str, Iterable[int]], *, batch_size: int | None = None
+    config: GemConfig,
+    inputs: ModelInputs,
+    lengths: Mapping[str, Iterable[int]],
+    *,
+    batch_size: int | None = None,
+    requests: Iterable[int] | None = None,
 ) -> int:
     """FLOPs of one forward pass over a batch.
 
@@ -22,15 +27,22 @@ def batch_flops(
         inputs: what the batches hold.
         lengths: for each source the number of events of each sample (a list, an array or a tensor of B integers).
         batch_size: B; needed only where there is no source.
+        requests: which of the histories each of the B samples has, where they share them (:mod:`gem_model.sharing`);
+            the lengths are those of the R histories then.
 
     Raises:
         ValueError: when the sources do not fit, or the number of samples is unknown or not the same for all.
     """
-    return sum(unit_flops(config, inputs, lengths, batch_size=batch_size).values())
+    return sum(unit_flops(config, inputs, lengths, batch_size=batch_size, requests=requests).values())
 
 
 def unit_flops(
-    config: GemConfig, inputs: ModelInputs, lengths: Mapping[str, Iterable[int]], *, batch_size: int | None = None
+    config: GemConfig,
+    inputs: ModelInputs,
+    lengths: Mapping[str, Iterable[int]],
+    *,
+    batch_size: int | None = None,
+    requests: Iterable[int] | None = None,
 ) -> dict[str, int]:
     """The same by part, as the model's submodules are named: "features", "evidence", "evidence_tokens",
     "affinity", "events.<source>", "layers.<i>", "heads".
@@ -38,7 +50,12 @@ def unit_flops(
     counts = {source: [int(n) for n in values] for source, values in lengths.items()}
     if set(counts) != {s.name for s in inputs.sources}:
         raise ValueError(f"expected lengths of the sources {[s.name for s in inputs.sources]}, got {sorted(counts)}")
-    sizes = {len(values) for values in counts.values()} | ({batch_size} if batch_size is not None else set())
+    of = None if requests is None else [int(r) for r in requests]
+    if of is not None and (len({len(values) for values in counts.values()}) > 1 or (batch_size or len(of)) != len(of)):
+        raise ValueError(f"expected one number of histories for {len(of)} samples, and batch_size to be as many")
+    # What each sample sees, be it its own or shared, and what there is to be worked on.
+    seen = counts if of is None else {s: [values[r] for r in of] for s, values in counts.items()}
+    sizes = {len(values) for values in seen.values()} | ({batch_size} if batch_size is not None else set())
     if len(sizes) != 1:
         raise ValueError(f"expected one number of samples, got {sorted(sizes) or 'none: give batch_size'}")
     batch = sizes.pop()
@@ -52,7 +69,7 @@ def unit_flops(
     if asked := [s for s in inputs.sources if c.evidence_heads and inputs.candidate_columns(s)]:
         n_evidence = len(asked) * c.evidence_heads
         wide += n_evidence * c.evidence_values
-        parts["evidence"] = sum(_evidence(c, inputs, s, sum(counts[s.name]), batch) for s in asked)
+        parts["evidence"] = sum(_evidence(c, inputs, s, counts[s.name], seen[s.name]) for s in asked)
         parts["evidence_tokens"] = batch * n_evidence * 2 * c.evidence_values * d
     if compared := [s for s in inputs.sources if c.affinity_heads and inputs.candidate_columns(s)]:
         wide += len(compared) * c.affinity_heads
@@ -65,7 +82,7 @@ def unit_flops(
         parts[f"events.{source.name}"] = 2 * tokens * source.event_width(inputs.table_dim) * c.of(source.name).width
     n_in = len(inputs.sparse) + (c.n_dense if inputs.dense else 0) + n_evidence
     for layer in range(c.layers):
-        parts[f"layers.{layer}"] = _layer(c, inputs, counts, batch, n_in, layer)
+        parts[f"layers.{layer}"] = _layer(c, inputs, counts, seen, batch, n_in, layer)
         n_in = c.n_tokens
     per_task = 2 * (c.n_tokens * d + wide) * c.head_hidden + 2 * c.head_hidden + 2 * wide
     parts["heads"] = batch * len(inputs.tasks) * per_task
@@ -75,13 +92,14 @@ def unit_flops(
     return parts
 
 
-def _evidence(c: GemConfig, inputs: ModelInputs, source: Source, events: int, batch: int) -> int:
+def _evidence(c: GemConfig, inputs: ModelInputs, source: Source, lengths: list[int], seen: list[int]) -> int:
     """The evidence of one source."""
+    events, batch = sum(lengths), len(seen)
     known, rest = inputs.evidence_widths(source)
     content = c.evidence_heads * (c.evidence_dim - PLACES)
     flops = (events + batch) * 2 * known * content  # k and q
     flops += events * 2 * rest * c.evidence_heads * c.evidence_values  # v
-    return flops + events * c.evidence_heads * 4 * c.evidence_dim
+    return flops + sum(seen) * c.evidence_heads * 4 * c.evidence_dim
 
 
 def _affinity(c: GemConfig, inputs: ModelInputs, source: Source, events: int, batch: int) -> int:
@@ -91,7 +109,13 @@ def _affinity(c: GemConfig, inputs: ModelInputs, source: Source, events: int, ba
 
 
 def _layer(
-    c: GemConfig, inputs: ModelInputs, counts: Mapping[str, list[int]], batch: int, n_in: int, layer: int
+    c: GemConfig,
+    inputs: ModelInputs,
+    counts: Mapping[str, list[int]],
+    seen: Mapping[str, list[int]],
+    batch: int,
+    n_in: int,
+    layer: int,
 ) -> int:
     """One InterFormer layer with ``n_in`` non-sequence tokens."""
     d = c.width
@@ -106,7 +130,7 @@ def _layer(
         n_cls = c.n_sum + bool(inputs.candidate_columns(source))
         n_summary = n_cls + c.pma_queries + c.recent
         n += n_summary
-        flops += _tower(tower, counts[source.name], batch, n_cls, events_attend=c.events_attend(layer))
+        flops += _tower(tower, counts[source.name], seen[source.name], n_cls, events_attend=c.events_attend(layer))
         flops += batch * n_summary * 2 * tower.width**2  # gating
         if tower.width != d:
             flops += batch * (c.n_sum + n_summary) * 2 * tower.width * d  # enter and leave
@@ -127,25 +151,25 @@ def _expert(kind: str, c: GemConfig, batch: int, n: int) -> int:
     return batch * (flops + 2 * n * d * (c.n_tokens - c.interaction_fm))  # LCB
 
 
-def _tower(c: GemConfig, lengths: list[int], batch: int, n_cls: int, *, events_attend: bool) -> int:
-    """The sequence layer with CLS tokens, PMA over one source."""
-    d, events = c.width, sum(lengths)
+def _tower(c: GemConfig, lengths: list[int], seen: list[int], n_cls: int, *, events_attend: bool) -> int:
+    """The sequence layer with CLS tokens, PMA over one source; lengths are the histories', seen are the samples'."""
+    d, events, batch, histories = c.width, sum(lengths), len(seen), len(lengths)
     hstu = c.sequence_layer == "hstu"
     flops = 0 if hstu else events * 3 * 2 * d * c.ff_hidden
     if c.pffn_tokens and not hstu:
         flops += events * 2 * 2 * d * d  # q and out
-        flops += batch * (c.n_sum * 2 * d * 2 * d + c.pffn_tokens * 2 * (c.n_sum + 1) * 2 * d)  # K, V, bias from X_sum
+        flops += histories * (c.n_sum * 2 * d * 2 * d + c.pffn_tokens * 2 * (c.n_sum + 1) * 2 * d)  # K, V of X_sum
         flops += events * c.pffn_tokens * 4 * d
     flops += events * 2 * 2 * d * d + batch * n_cls * (2 + hstu) * 2 * d * d  # k and v; q, out and HSTU's u of CLS
-    flops += 4 * d * n_cls * events
+    flops += 4 * d * n_cls * sum(seen)
     if events_attend:
         flops += events * (2 + hstu) * 2 * d * d  # q, out and u
         flops += 4 * d * sum(visible_pairs(n, causal=c.causal, window=c.window, block=c.block) for n in lengths)
     if queries := c.pma_seeds or c.pma_queries:
-        flops += events * 2 * 2 * d * d + batch * queries * 2 * d * d  # kv and out
+        flops += events * 2 * 2 * d * d + histories * queries * 2 * d * d  # kv and out
         flops += 4 * d * queries * events
     if c.pma_seeds:
-        flops += batch * c.pma_queries * 2 * 2 * d * (c.pma_seeds + d)  # the two Kronecker terms
+        flops += histories * c.pma_queries * 2 * 2 * d * (c.pma_seeds + d)  # the two Kronecker terms
     return flops
 
 

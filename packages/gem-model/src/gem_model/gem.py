@@ -42,6 +42,8 @@ class GEM(TokenRanker):
     ROTE; Wukong (2024) and DHEN (2022) for the interaction.
     """
 
+    shares = True
+
     def __init__(self, config: GemConfig, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
         inputs = untaught(config, inputs)
         names = [s.name for s in inputs.sources]

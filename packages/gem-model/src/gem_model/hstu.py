@@ -13,7 +13,7 @@ from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
-from gem_model.sequence import ROPE_BASE, ROTE_BASE, HeadNorms, History, uniform_offsets
+from gem_model.sequence import ROPE_BASE, ROTE_BASE, HeadNorms, History, answers, askers
 
 
 class HSTULayer(nn.Module):
@@ -42,7 +42,6 @@ class HSTULayer(nn.Module):
     def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor]:
         """History of [T, d] tokens, CLS [B, C, d] and X_sum [B, n_sum, d] -> history and CLS."""
         history = history.settled()
-        batch, count = cls.shape[:2]
         packed, weights = F.silu(self.up(history.tokens)), self.norms.weights
         turns = self._turns(history)
         if self.events_attend:
@@ -54,11 +53,12 @@ class HSTULayer(nn.Module):
         else:
             k, v = rotary_heads(packed, self.heads, weights[1:], turns=turns)
         history.meet()  # X_sum, for which the events need not wait
-        cls = cls + F.pad(x_sum, (0, 0, 0, count - x_sum.shape[1]))
-        u, q = F.silu(self.cls_up(cls.flatten(0, 1))).split((self.width, self.width), dim=1)
+        cls = cls + F.pad(x_sum, (0, 0, 0, cls.shape[1] - x_sum.shape[1]))
+        asking, offsets, most = askers(cls, history)
+        u, q = F.silu(self.cls_up(asking.flatten(0, 1))).split((self.width, self.width), dim=1)
         q = self.norms.q(q.unflatten(1, (self.heads, -1))).to(k.dtype)
-        told = self._told(q, k, v, uniform_offsets(batch, count, cls.device), history, count)
-        return history, cls + self.out(self.norm(told) * u).view(cls.shape)
+        told = self.out(self.norm(self._told(q, k, v, offsets, history, most)) * u).view(cls.shape)
+        return history, cls + answers(told, history)
 
     def _turns(self, history: History) -> list[Turn]:
         rank, age = Turn(positions=history.rank, base=ROPE_BASE), Turn(positions=history.age, base=ROTE_BASE)

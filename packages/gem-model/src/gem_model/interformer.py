@@ -85,6 +85,8 @@ class Tower(nn.Module):
             history = history.settled()
             if self.recent:
                 parts.append(most_recent(history.tokens, history.offsets, self.recent))
+        if history.requests is not None:
+            parts[1:] = [history.requests.each(part) for part in parts[1:]]
         return history, cls, self.leave(self.gating(self.norm(_together(parts))))
 
 

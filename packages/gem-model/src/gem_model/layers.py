@@ -44,7 +44,8 @@ class Layers(nn.ModuleList):
 
     def forward(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
         """X [B, N, d], histories and CLS tokens [B, C, d] by source -> X [B, N, d]."""
-        if self.replay is not None and self.training and torch.is_grad_enabled():
+        shared = any(h.requests is not None for h in histories.values())  # in shapes that differ from batch to batch
+        if self.replay is not None and self.training and torch.is_grad_enabled() and not shared:
             return self.replay(x, histories, cls)
         return self.through(x, histories, cls)
 

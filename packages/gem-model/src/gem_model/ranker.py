@@ -18,6 +18,7 @@ from gem_model.embed import EventEncoder, FeatureEncoder, Rows, Tables, Widths, 
 from gem_model.heads import log_loss
 from gem_model.names import ByName
 from gem_model.sequence import History, place_events
+from gem_model.sharing import Requests
 
 DENSE_LIMIT = 8.0  # standard deviations; beyond them a dense feature is clipped
 
@@ -32,6 +33,7 @@ class Ranker(nn.Module):
 
     dense_mean: Tensor
     dense_std: Tensor
+    shares = False  # whether samples may share histories (gem_model.sharing)
     auxiliary: Tensor | None = None  # what the last forward pass in training adds to the loss, a scalar
 
     def __init__(self, inputs: ModelInputs, *, device: torch.device | str | None = None) -> None:
@@ -39,7 +41,7 @@ class Ranker(nn.Module):
         self.inputs = inputs
         self.place = torch.device(device or "cpu")
         with self.place:
-            self.tables = Tables(inputs, device=self.place)
+            self.tables = Tables(inputs, device=self.place, shares=self.shares)
             if inputs.dense:
                 self.register_buffer("dense_mean", torch.zeros(inputs.dense))
                 self.register_buffer("dense_std", torch.ones(inputs.dense))
@@ -131,12 +133,17 @@ class TokenRanker(Ranker):
     def history(self, source: str, rows: Rows, batch: BatchLike) -> History:
         """The events of one source as tokens [T, d], with where they stand; [T, 0] where they are not to be tokens."""
         sequence = pick(batch.sequences, source, "sequence")
-        rank, age, gap = place_events(sequence, batch.time, self.time_scale)
+        of, time, requests = getattr(batch, "requests", None), batch.time, None
+        if of is not None:
+            requests = Requests.number(of, sequence.offsets.shape[0] - 1)
+            time = requests.first(time)
+        rank, age, gap = place_events(sequence, time, self.time_scale)
         if source in self.events:
             tokens = self.dropout(self.events[source](rows, sequence, age, gap))
         else:
             tokens = age.new_zeros(age.shape[0], 0)
-        return History(tokens=tokens, offsets=sequence.offsets, max_len=sequence.max_len, rank=rank, age=age)
+        size = sequence.max_len
+        return History(tokens=tokens, offsets=sequence.offsets, max_len=size, rank=rank, age=age, requests=requests)
 
     def candidate(self, source: str, rows: Rows, batch: BatchLike) -> Tensor:
         """The candidate as an event of the source, [B, 1, d]; [B, 0, d] where it shares no column with it."""

@@ -19,6 +19,7 @@ from gem_model.config import GemConfig
 from gem_model.interaction import TokenMix
 from gem_model.lanes import Lane
 from gem_model.projection import hooked, plain, project, project_apart, project_both, with_bias, working_dtype
+from gem_model.sharing import Requests
 
 ROPE_BASE = 10_000.0
 ROTE_BASE = 100.0  # log time runs from 0 to about 15, not to 10,000: a smaller base keeps every frequency useful
@@ -63,6 +64,7 @@ class History:
     age: Tensor  # [T] float32: log(1 + dt / time_scale) from the event to the request
     more: Tensor | None = None  # [T, d]; [T + B C, d] where it is `seated`
     more_bias: Tensor | None = None  # [d]
+    requests: Requests | None = None  # whose samples share these histories; None is one sample each
     seats: Seats | None = None  # made once for all layers
     seated: bool = False  # what is added to event t is row seats.events[t] of ``more``
     lane: Lane | None = None  # what works on them is captured there
@@ -105,6 +107,21 @@ def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, Hi
         return layer(history.tokens), None, history
     out, tokens = layer(history.tokens, history.whole.to(history.tokens.dtype))
     return out, None, history.settled(tokens)
+
+
+def askers(x: Tensor, history: History) -> tuple[Tensor, Tensor, int]:
+    """Tokens [B, C, d] in the order of their histories, the offsets of each history's [R + 1], and the most that one
+    may have.
+    """
+    batch, count = x.shape[:2]
+    if history.requests is None:
+        return x, uniform_offsets(batch, count, x.device), count
+    return x[history.requests.order], history.requests.offsets * count, batch * count
+
+
+def answers(x: Tensor, history: History) -> Tensor:
+    """What `askers` were told, [B, ...], in the order of the samples."""
+    return x if history.requests is None else x[history.requests.back]
 
 
 def uniform_offsets(batch: int, count: int, device: torch.device) -> Tensor:
@@ -228,17 +245,17 @@ class HistoryAttention(nn.Module):
 
     def forward(self, history: History, cls: Tensor) -> tuple[History, Tensor]:
         """Events [T, d] and CLS tokens [B, C, d] -> the same shapes."""
-        batch, count = cls.shape[:2]
         packed, bias, history = read(self.qkv, history)
-        if self.together:
+        if self.together and history.requests is None:
             return self._together(packed, bias, history, cls)
         q_events, (k, v), (k_again, v_again) = self._parts(packed, bias, history)
         if q_events is not None:
             seen = self._seen(q_events, k, v, history)
             history = history.plus(*project(self.out, seen))
-        q = self._asked(cls, k.dtype)
-        told = self._attend(q, k_again, v_again, uniform_offsets(batch, count, cls.device), history, count)
-        return history, cls + self.out(told).view(cls.shape)
+        asking, offsets, most = askers(cls, history)
+        q = self._asked(asking, k.dtype)
+        told = self.out(self._attend(q, k_again, v_again, offsets, history, most)).view(cls.shape)
+        return history, cls + answers(told, history)
 
     @property
     def together(self) -> bool:
@@ -248,7 +265,11 @@ class HistoryAttention(nn.Module):
     def with_seats(self, history: History, cls: Tensor) -> History:
         """The history with what one call for events and CLS tokens needs to know of it; the same for all layers."""
         count = cls.shape[1]
-        if not self.together or (history.seats is not None and history.seats.count == count):
+        if (
+            not self.together
+            or history.requests is not None
+            or (history.seats is not None and history.seats.count == count)
+        ):
             return history
         return replace(history, seats=Seats.of(history.offsets, history.tokens.shape[0], count))
 
@@ -343,6 +364,8 @@ class SequenceLayer(nn.Module):
     def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor]:
         """History of [T, d] tokens, CLS [B, C, d] and X_sum [B, n_sum, d] -> history and CLS."""
         history = replace(history, tokens=self._stream(history.tokens))
+        if history.requests is not None:
+            x_sum = history.requests.mean(x_sum)
         return self.attention(self.ffn(history, x_sum), cls)  # type: ignore[no-any-return]
 
     def _stream(self, tokens: Tensor) -> Tensor:
