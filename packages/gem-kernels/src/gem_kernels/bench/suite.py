@@ -154,8 +154,8 @@ def _hopper_names(case: Case, act: str | None) -> tuple[list[str], list[str]]:
     fitting = [name for name, way in launch_backward.BACKWARD.items() if way.fits(case.max_q, case.max_k)]
     if max(case.window) >= 0:
         return ["3x128", "3x128-lean"], fitting
-    softmax = ["3x128-lazy", "3x64-lazy", "3x64-ahead", "3x64-ahead-lazy"]
-    return ["3x128", "3x64"] + (softmax if act is None else []), fitting
+    softmax = ["3x128-lazy", "3x64-lazy", "3x64-ahead-lazy"]
+    return ["3x128", "3x64", "3x64-ahead"] + (softmax if act is None else []), fitting
 
 
 def _baseline(p: Problem) -> Variant:

@@ -7,6 +7,7 @@ scores, so steps are of 64 keys, and there are no masks and no bias.
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -35,22 +36,26 @@ def _weights(S, m, total, scale, SL: gl.constexpr, ACT: gl.constexpr, LAZY: gl.c
     return p, alpha, m, total
 
 
+@triton.constexpr_function
+def _touch(n):
+    """Nothing is changed: a word in shared memory is combined with 0, and that only if n registers are all ones."""
+    ands = " ".join(f"and.b32 all, all, ${i};" for i in range(1, n))
+    test = f"mov.b32 all, $0; {ands} setp.eq.u32 ones, all, 0xffffffff;"
+    return f"{{ .reg .pred ones; .reg .b32 all, at; mov.b32 at, 0; {test} @ones red.shared.or.b32 [at], 0; }}"
+
+
+@triton.constexpr_function
+def _in_place(n):
+    return ",".join(["=r"] * n + [str(i) for i in range(n)])
+
+
 @gluon.jit
-def _first(total):
-    """The sums, which the compiler now has to have before it waits: ptxas moves arithmetic over a wait for products,
-    behind which it would not run beside them, but not what may store. Sums are not below 0, and nothing is stored.
+def _now(P):
+    """The weights, which the compiler now has to have before it waits: ptxas moves arithmetic behind a wait for
+    products, where it does not run beside them, but not what may write to memory.
     """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred never;
-        .reg .b32 at;
-        mov.b32 at, 0;
-        setp.lt.f32 never, $1, 0f00000000;
-        @never st.shared.f32 [at], $1;
-        mov.b32 $0, $1;
-        }""",
-        "=f,f", [total], gl.float32, False, 1,
-    )  # fmt: skip
+    N: gl.constexpr = P.shape[0] * P.shape[1] // 128
+    return gl.inline_asm_elementwise(_touch(N // 2), _in_place(N // 2), [P], P.dtype, False, N)
 
 
 @gluon.jit
@@ -91,13 +96,12 @@ def steps_ahead(
         S, acc, P = warpgroup_mma_wait(1, deps=(S, acc, P))
         mbarrier.arrive(k_empty.index(s), count=1)
         p, alpha, m, total = _weights(S, m, total, scale, SL, ACT, LAZY)
-        if ACT == "softmax":
-            total = _first(total)
-        p, acc, P = warpgroup_mma_wait(0, deps=(p, acc, P))
+        weights = _now(gl.convert_layout(p.to(q.dtype), PL))
+        acc, P = warpgroup_mma_wait(0, deps=(acc, P))
         mbarrier.arrive(v_empty.index(o), count=1)
         if ACT == "softmax":
             acc = rescaled(acc, alpha, LAZY)
-        P = gl.convert_layout(p.to(q.dtype), PL)
+        P = weights
     o = (step + n - 1) % KS
     mbarrier.wait(v_full.index(o), ((step + n - 1) // KS) & 1)
     acc = warpgroup_mma(P, v_buf.index(o).reshape([BLOCK, D]), acc, is_async=True)
