@@ -144,6 +144,7 @@ def loader(data: Data, part: str, config: DataConfig, runtime: Runtime, *, seed:
         seed=seed,
         shuffle=training and config.order == "shuffled",
         drop_last=training,
+        share_requests=training and config.share_requests,
         balance=config.balance if training else "none",
         prefetch=config.prefetch,
         workers=config.workers if training else 0,
@@ -198,6 +199,8 @@ def divided(batch: JaggedBatch, count: int) -> list[JaggedBatch]:
     """The batch in `count` runs of (nearly) equal size. Raises UserError where there are fewer samples than that."""
     if count == 1:
         return [batch]
+    if batch.requests is not None:
+        raise UserError(f"optim.accumulate is {count}, but samples of different parts share histories (share_requests)")
     if batch.batch_size < count:
         raise UserError(f"optim.accumulate is {count}, but a rank has only {batch.batch_size} samples of a batch")
     edges = [batch.batch_size * i // count for i in range(count + 1)]

@@ -37,6 +37,8 @@ class DataConfig:
         max_history: the most recent events that a sample's history keeps.
         order: of the training samples: "shuffled" anew each epoch, or "time", as a stream would bring them. The first
             epoch in order of time is also a progressive validation: each sample is predicted before it is trained on.
+        share_requests: samples of one user and second, where they come in one training batch (order "time"), share a
+            history, on which GEM's towers then work once (gem_model.sharing); without CUDA graphs.
         balance: how a global batch is dealt to the ranks (gem_data.balance); "none" cuts it as it comes.
         prefetch: batches prepared ahead in the background.
         workers: processes that prepare batches; 0 is a thread.
@@ -54,6 +56,7 @@ class DataConfig:
     eval_batch_size: int = 1024
     max_history: int = 50
     order: Literal["shuffled", "time"] = "shuffled"
+    share_requests: bool = False
     balance: Literal["none", "bbs", "lpt", "karmarkar-karp", "exchange"] = "none"
     prefetch: int = 2
     workers: int = 0
