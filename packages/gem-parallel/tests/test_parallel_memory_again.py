@@ -12,9 +12,10 @@ import pytest
 import torch
 from gem_parallel import MemoryConfig, Recipe, declare_again
 from gem_parallel.memory import again, recipes, worth
+from gem_parallel.memory import regions as memory_regions
 from gem_parallel.memory.again import Saving
 from gem_parallel.memory.keeper import Keeper
-from gem_parallel.memory.profile import count_saved
+from gem_parallel.memory.profile import HostCost, count_saved
 from gem_parallel.memory.quantise import Fp8Quantiser
 from gem_parallel.memory.regions import MEASURED_STEPS, Regions
 from gem_parallel.memory.testing import WIDTH, sample, stack, train_step
@@ -78,7 +79,8 @@ def test_any_choice_of_results_gives_the_same_bits():
 
 @pytest.mark.parametrize("budget", [0.75, 0.9])
 @pytest.mark.parametrize("quantise", ["none", "fp8"])
-def test_a_plan_computes_single_results_again(budget, quantise):
+def test_a_plan_computes_single_results_again(budget, quantise, monkeypatch):
+    monkeypatch.setattr(memory_regions, "host_cost", lambda *_: HostCost(forward_s=1.0, modes_s=1.0))
     plain, model = stack(dropout=0.0), stack(dropout=0.0)
     config = MemoryConfig(policy="uniform", budget=budget, recompute_min_kib=1, quantise=quantise, quantise_min_kib=1)
     regions = Regions(model, ["0", "1", "2"], config)
@@ -182,6 +184,15 @@ def test_an_unknown_bias_is_no_linear_layer():
         y = nn.functional.linear(sample(), weight, bias)
         found.append(saving((), module).find(y.flatten(0, 1)))
     assert found == [None]
+
+
+def test_weights_that_are_cast_together_are_no_activations():
+    model, keeper = CastOnce(), Keeper(Fp8Quantiser(), min_bytes=1)
+    with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
+        y = model(sample())
+    kept = count_saved(model, (sample(),), {}, model)
+    assert keeper.seen == kept, "weights were packed, or counted"
+    y.sum().backward()
 
 
 class CastAll(torch.autograd.Function):
@@ -335,7 +346,7 @@ def test_nothing_is_left_of_a_graph_that_is_dropped():
 
 KERNELS = """
     import torch
-    from gem_kernels import Turn, gated_heads, gdpa, layer_norm, norm_rows, rotary_heads
+    from gem_kernels import Among, Turn, gated_heads, gdpa, layer_norm, norm_rows, rotary_heads
     from gem_parallel.memory import worth
     from gem_parallel.memory.again import Saving
     from gem_parallel.memory.keeper import Keeper
@@ -349,6 +360,7 @@ KERNELS = """
     down = torch.nn.Parameter(torch.randn(D, D) / 6)
     offsets = torch.tensor([0, 7, 12])
     age = torch.rand(T)
+    places, others = torch.tensor([i for i in range(14) if i not in (3, 9)]), torch.tensor([3, 9])
 
     def layer(x, more):
         n, total = layer_norm(x, gain, shift, residual=more, residual_bias=net["up"].bias[:D], **kinds)
@@ -362,7 +374,13 @@ KERNELS = """
         z = z @ down + norm_rows(total, gain, shift, offsets=offsets, recent=3, **rows)[0] @ down
         turns = [Turn(positions=age, base=100.0)]
         q2, k, v, k2, v2 = rotary_heads(qkv, H, (head, head), turns=turns, readers=2, bias=net["qkv"].bias, **kinds)
-        seen = gdpa(q + q2, k, v, offsets, offsets, 7, 7, **kinds).flatten(1) @ down
+        seen = gdpa(q + q2, k, v, offsets, offsets, 7, 7, residual=q2, **kinds).flatten(1) @ down
+        among = Among(rows=torch.stack((q[0], q[5])), places=places, others=others)
+        q3, k, v = rotary_heads(qkv, H, (head, head), turns=turns, among=among, bias=net["qkv"].bias, **kinds)
+        both = gdpa(q3, k, v, offsets + torch.tensor([0, 1, 2]), offsets, 8, 7, **kinds).flatten(1)
+        where = {"residual": both @ down, "places": places, "others": others}
+        z2, total, latest2 = norm_rows(z, gain, shift, **where, offsets=offsets, recent=2, **rows)
+        z = z2 @ down + (norm_rows(total, gain, shift, **where, **rows)[0] @ down) * latest2.sum()
         return h @ down + seen + (k2 * v2).flatten(1) + z + latest.sum()
 
     def run(names):
@@ -398,4 +416,4 @@ def test_the_kernels_results_are_had_again_bit_by_bit():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[0] == "gate gdpa linear linear norm norm norm norm norm rotary"
+    assert done.stdout.split("\n")[0] == "gate gdpa gdpa linear linear mm" + 7 * " norm" + " rotary rotary"

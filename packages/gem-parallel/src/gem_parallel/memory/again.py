@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_parallel.memory.keeper import Keeper
-from gem_parallel.memory.recipes import LINEAR, Outputs, Recipe, recipe_of
+from gem_parallel.memory.recipes import LINEAR, Outputs, Recipe, name_of, recipe_of
 
 _reading = threading.local()  # .depth > 0 while a result is computed, from places of others, say
 
@@ -86,7 +86,7 @@ class Place:
         whole = self.result.take(self.number)
         if whole.numel() != self.size:
             raise RuntimeError(
-                f"{self.result.name} of {self.result.node.name()} has {whole.numel()} elements when it is computed "
+                f"{self.result.name} of {name_of(self.result.node)} has {whole.numel()} elements when it is computed "
                 f"again, and had {self.size}; its recipe does not know all that the node read"
             )
         return whole if self.view is None else whole.as_strided(*self.view)
@@ -159,7 +159,7 @@ class Saving:
         node, number, is_view = base.grad_fn, base.output_nr, base is not tensor
         if node is None:
             return None
-        if node.name() == "UnsafeViewBackward0":  # of a product of more than two dimensions
+        if name_of(node) == "UnsafeViewBackward0":  # of a product of more than two dimensions
             (node, number), is_view = node.next_functions[0], True
         view = (tensor.shape, tensor.stride(), tensor.storage_offset()) if is_view else None
         if node is None:

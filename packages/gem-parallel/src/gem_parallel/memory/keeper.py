@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gem_parallel.memory.offload import HostCopy, HostStore
 from gem_parallel.memory.quantise import Quantiser
+from gem_parallel.memory.recipes import name_of
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _WEIGHT_DEPTH = 6  # views and casts between a parameter and what an operator saves of it
@@ -161,7 +162,7 @@ class Keeper:
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a parameter seen through views and casts (such as autocast's)."""
+    """Whether the tensor is a parameter seen through views and casts (such as autocast's, or one of many at once)."""
     if isinstance(tensor._base, nn.Parameter):
         return True
     function: Any = tensor.grad_fn
@@ -171,7 +172,9 @@ def is_weight(tensor: torch.Tensor) -> bool:
         if hasattr(function, "variable"):  # AccumulateGrad
             return isinstance(function.variable, nn.Parameter)
         parents = [parent for parent, _ in function.next_functions if parent is not None]
-        if len(parents) != 1 or not function.name().startswith(_SHAPING):
+        if len(parents) > 1:
+            return all(isinstance(getattr(parent, "variable", None), nn.Parameter) for parent in parents)
+        if not parents or not name_of(function).startswith(_SHAPING):
             return False
         function = parents[0]
     return False

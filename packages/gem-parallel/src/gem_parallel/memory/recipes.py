@@ -6,7 +6,6 @@ the context holds; they are known by their names, nothing of them is imported.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +49,18 @@ def declare_again(node: str, recipe: Recipe) -> None:
     _sorts.clear()
 
 
+def name_of(node: Any) -> str:
+    """A node's name, whatever the ctx of a torch.autograd.Function has been given as its `name`."""
+    name: str = type(node).name(node)
+    return name
+
+
 def recipe_of(node: Any) -> Recipe | None:
     """What is declared of this sort of node."""
     sort = type(node)
     if sort not in _sorts:
         cls = getattr(sort, "_forward_cls", None)
-        name = node.name() if cls is None else cls.__name__
+        name = name_of(node) if cls is None else cls.__name__
         if cls is not None and "::" not in name:
             name = f"{cls.__module__}.{cls.__qualname__}"
         _sorts[sort] = RECIPES.get(name)
@@ -107,10 +112,17 @@ def _gated(ctx: Any) -> Outputs:
 
 
 def _placed(ctx: Any) -> Outputs:
-    """The same, where x and its residual had their rows in different places."""
-    total, _, _, weight, bias, *_ = ctx.saved_tensors
-    norms = sys.modules[type(ctx)._forward_cls.__module__].norms
-    return norms._forward(total, None, weight, bias, *ctx.rest, False, ctx.name)[0], None, None
+    """The same, where x and its residual had their rows in different places.
+
+    By the same kernel, for the same bits, with a row of zeros as everybody's residual.
+    """
+    total, places, _, weight, bias, *_ = ctx.saved_tensors
+    zeros = total.new_zeros(1, total.shape[1]), torch.zeros_like(places)
+    return (
+        _forward(ctx, total, zeros[0], None, weight, bias, zeros[1], None, None, 0, *ctx.rest, ctx.name)[0],
+        None,
+        None,
+    )
 
 
 def _rotary(ctx: Any) -> Outputs:

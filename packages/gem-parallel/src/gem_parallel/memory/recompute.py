@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from gem_parallel.memory.keeper import Keeper
@@ -178,7 +178,7 @@ def recompute(
     def contexts() -> tuple[Any, Any]:
         if numbers:
             draw = Numbers()
-            return draw.drawn, draw.again
+            return draw.drawn, _InGraph(args, kwargs, draw)
         if not names:  # nothing to look for, and dispatch modes cost the host time
             return nullcontext(), nullcontext()
         return _Keep(names, keeper, store), _Reuse(names, keeper, store)
@@ -194,6 +194,25 @@ def recompute(
 
     # The checkpoint looks among its arguments for the devices whose generators it has to put back.
     return checkpoint(run, held, *held.places, **how)
+
+
+class _InGraph:
+    """Around what a graph computes again. Streams among the arguments (their attribute `stream`) go on from the current
+    one: a region that runs on several of them has them forked in the forward pass by whoever captures it, and here.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers) -> None:
+        found = (getattr(leaf, "stream", None) for leaf in tree_leaves((args, dict(kwargs))))
+        self._streams = {stream for stream in found if isinstance(stream, torch.cuda.Stream)}
+        self._numbers = numbers.again
+
+    def __enter__(self) -> None:
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._numbers.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._numbers.__exit__(*error)
 
 
 class _Inputs:
