@@ -196,17 +196,19 @@ def test_a_norm_that_writes_fp8_trains_like_the_norm_and_the_layer(norm, wgrad):
 
 @HOPPER
 @pytest.mark.parametrize("rows", [1, 5, 1000])
-@pytest.mark.parametrize("cols", sorted(norms.BY_HAND))
-def test_a_layer_norm_by_hand_writes_what_the_portable_one_writes(cols, rows, monkeypatch):
+@pytest.mark.parametrize(("layer", "cols"), sorted(norms.BY_HAND))
+def test_a_norm_by_hand_writes_what_the_portable_one_writes(layer, cols, rows, monkeypatch):
     x = (torch.randn(rows, cols, device="cuda") * 2 + 0.3).bfloat16()
-    gain, bias = torch.rand(cols, device="cuda") + 0.5, torch.randn(cols, device="cuda")
+    gain = torch.rand(cols, device="cuda") + 0.5
+    bias = torch.randn(cols, device="cuda") if layer else None
     with poisoned():
         got, found = norms.norm_quantize(x, gain, bias)
     monkeypatch.setattr(norms, "BY_HAND", {})
     expected, right = norms.norm_quantize(x, gain, bias)
     assert (bits(got.data) != bits(expected.data)).double().mean() < 1e-4  # sums in another order
     assert torch.equal(got.scale, expected.scale)
-    assert relative(found.mean, right.mean.double()) < 1e-6
+    if layer:
+        assert relative(found.mean, right.mean.double()) < 1e-6
     assert relative(found.rstd, right.rstd.double()) < 1e-6
 
 

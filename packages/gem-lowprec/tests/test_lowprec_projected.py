@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from gem_kernels.nn import JaggedAttention
+from gem_kernels.norms import rms_norm
+from gem_kernels.rotary import rope
 from gem_lowprec import Recipe, Rule, attention, block_gemm, convert, gemm, products
 from gem_lowprec.attention import emulated, layer, projected, projection
 from gem_lowprec.attention.operands import key_blocks, quantise_reference
@@ -40,7 +42,7 @@ def test_blocks_of_tokens(lengths, dtype, monkeypatch):
     for b, length in enumerate(lengths):
         start = int(starts[b])
         for j in range(-(-length // 128)):
-            expected.append([start + 128 * j, min(128, length - 128 * j), start // 128 + b + j, 0])
+            expected.append([start + 128 * j, min(128, length - 128 * j), start // 128 + b + j, 128 * j])
     assert int(blocks.count) == len(expected)
     assert blocks.table[: len(expected)].tolist() == expected
     number, _place = key_blocks(starts, sum(lengths))
@@ -55,10 +57,15 @@ def specified(monkeypatch):
         y = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
         return (y if bias is None else y + bias.double()).to(dtype)
 
-    def project(x, weight, bias, starts, max_len, *, heads, kv_heads, dtype):
-        packed = exact(x, weight, torch.float32, bias).unflatten(1, (-1, 128))
-        made = quantise_reference(*packed.split([heads, kv_heads, kv_heads], 1), starts, starts)
-        return replace(made, longest=max_len, dtype=dtype)
+    def project(x, weight, bias, starts, max_len, *, heads, kv_heads, dtype, between):
+        packed = exact(x, weight, torch.float32, bias)
+        q, k, v = packed.unflatten(1, (-1, 128)).split([heads, kv_heads, kv_heads], 1)
+        if between.gains is not None:
+            q, k = (rms_norm(part, gain, eps=between.eps) for part, gain in zip((q, k), between.gains, strict=True))
+        if between.base is not None:
+            q, k = (rope(part, starts, base=between.base) for part in (q, k))
+        made = quantise_reference(q, k, v, starts, starts)
+        return replace(made, longest=max_len, dtype=dtype), packed[:, : (heads + kv_heads) * 128].to(dtype)
 
     def of(made, scale):
         problem = emulated.Problem(
@@ -109,10 +116,12 @@ def step(module: torch.nn.Module, x: torch.Tensor, g: torch.Tensor) -> list[torc
 
 
 @pytest.mark.parametrize("out_in_fp8", [True, False])
-@pytest.mark.parametrize("pre_norm", [True, False])
-def test_a_module_gives_what_its_parts_give(specified, pre_norm, out_in_fp8):
+@pytest.mark.parametrize("between", [{}, {"qk_norm": True}, {"rope_base": 1e3}, {"qk_norm": True, "rope_base": 1e4}])
+def test_a_module_gives_what_its_parts_give(specified, between, out_in_fp8):
     torch.manual_seed(0)
-    module = JaggedAttention(160, 2, head_dim=128, kv_heads=1, pre_norm=pre_norm, bias=True)
+    module = JaggedAttention(160, 2, head_dim=128, kv_heads=1, pre_norm=out_in_fp8, bias=True, **between)
+    for norm in (module.q_norm, module.k_norm) if "qk_norm" in between else ():
+        nn.init.normal_(norm.weight, mean=1.0, std=0.3)
     rules = (Rule(**BLOCK),) if out_in_fp8 else (Rule(pattern="qkv*", **BLOCK),)
     convert(module, Recipe(name="block", rules=rules, attention="fp8"))
     assert isinstance(module.out, LowPrecisionLinear) == out_in_fp8
@@ -134,7 +143,7 @@ def test_a_module_gives_what_its_parts_give(specified, pre_norm, out_in_fp8):
 def test_what_stands_between_is_left_to_the_separate_pass(specified):
     specified()
     x = torch.randn(5, 160)
-    for options, word in (({"qk_norm": True}, "normed"), ({"rope_base": 1e4}, "turned"), ({"head_dim": 64}, "64 dims")):
+    for options, word in (({"context_dim": 8}, "two projections"), ({"head_dim": 64}, "64 dims")):
         module = JaggedAttention(160, 2, **{"head_dim": 128, **options})
         done = convert(nn.ModuleList([module]), Recipe(name="block", rules=(Rule(**BLOCK),), attention="fp8"))
         assert word in done.attention[0].why

@@ -23,9 +23,9 @@ from gem_lowprec.orientations import BLOCK, Norm, _scaled, normalised, scale_con
 from gem_lowprec.quantize import FP8_1X128, QTensor, QuantSpec
 
 WIDEST = 8192
-# Layer norms whose widths the kernel by hand is faster at, with the rows of a warp and steps of a program
-# (docs/notes/lowprec.md, "Norms that write FP8").
-BY_HAND = {512: (2, 8), 1024: (1, 8), 2048: (1, 1)}
+# Norms that the kernel by hand is faster at, by whether there is a bias and by width: rows of a warp, steps and warps
+# of a program (docs/notes/lowprec.md, "Norms that write FP8").
+BY_HAND = {(True, 512): (2, 8, 4), (True, 1024): (1, 8, 4), (True, 2048): (1, 1, 4)}
 ELEMENTS, WARPS = 2048, 2  # of a program: rows stay inside a warp or two, and enough programs share an SM
 
 
@@ -104,8 +104,11 @@ def norm_quantize(
     scale = x.new_empty((-(-cols // BLOCK), pitch), dtype=torch.float32)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(rstd)
-    if bias is not None and hardware(x.device) and cols in BY_HAND and spec.scale == "pow2":
-        _by_hand(x, (x, gain, bias, data, scale, mean, rstd, rows, x.stride(0), pitch, eps), spec.mode)
+    if (bias is not None, cols) in BY_HAND and hardware(x.device) and spec.scale == "pow2":
+        shift, centre = (gain, rstd) if bias is None else (bias, mean)
+        _by_hand(
+            x, (x, gain, shift, data, scale, centre, rstd, rows, x.stride(0), pitch, eps), bias is not None, spec.mode
+        )
     else:
         constants, tile = _constants(cols, spec, layer=bias is not None, hardware=hardware(x.device))
         arguments = (
@@ -119,34 +122,39 @@ def norm_quantize(
     return q, Norm(gain=gain, bias=bias, rstd=rstd, mean=mean)
 
 
-def _hand_constants(cols: int, mode: ScaleMode) -> dict[str, Any]:
-    rows, steps = BY_HAND[cols]
-    return {"RW": rows, "TK": cols, "STEPS": steps, "THRESHOLD": threshold(E4M3, mode), "EMAX": E4M3.emax}
+def _hand_constants(layer: bool, cols: int, mode: ScaleMode) -> dict[str, Any]:
+    rows, steps, warps = BY_HAND[layer, cols]
+    return {
+        "RW": rows, "TK": cols, "STEPS": steps, "WARPS": warps, "NORM": 2 if layer else 1,
+        "THRESHOLD": threshold(E4M3, mode), "EMAX": E4M3.emax,
+    }  # fmt: skip
 
 
-def _by_hand(x: Tensor, arguments: tuple[Any, ...], mode: ScaleMode) -> None:
+def _by_hand(x: Tensor, arguments: tuple[Any, ...], layer: bool, mode: ScaleMode) -> None:
     """The same by the Gluon kernel."""
-    from gem_lowprec.tiles import layer_norm_kernel
+    from gem_lowprec.tiles import norm_kernel
 
-    constants = _hand_constants(x.shape[1], mode)
-    programs = -(-x.shape[0] // (4 * constants["RW"] * constants["STEPS"]))
+    constants = _hand_constants(layer, x.shape[1], mode)
+    warps = constants["WARPS"]
+    programs = -(-x.shape[0] // (warps * constants["RW"] * constants["STEPS"]))
     if programs:
         with torch.cuda.device_of(x):
-            layer_norm_kernel[(programs,)](*arguments, **constants, num_warps=4)
+            norm_kernel[(programs,)](*arguments, **constants, num_warps=warps)
 
 
 def compile_cases() -> list[CompileCase]:
     """What `compile_check` builds without a GPU."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from gem_lowprec.tiles import layer_norm_kernel
+    from gem_lowprec.tiles import norm_kernel
 
     cases = []
     for cols, layer in ((512, True), (1024, False), (2048, True), (4096, True), (768, True)):
-        by_hand = layer and cols in BY_HAND
-        kernel = layer_norm_kernel if by_hand else _norm_rows
+        by_hand = (layer, cols) in BY_HAND
+        kernel = norm_kernel if by_hand else _norm_rows
         if by_hand:
-            constants, tile = _hand_constants(cols, FP8_1X128.mode), Tile(bm=1, bn=cols, warps=4)
+            constants = _hand_constants(layer, cols, FP8_1X128.mode)
+            tile = Tile(bm=1, bn=cols, warps=constants["WARPS"])
         else:
             constants, tile = _constants(cols, FP8_1X128, layer=layer, hardware=True)
         types = {n: "constexpr" if n in constants else "i32" for n in kernel.arg_names}

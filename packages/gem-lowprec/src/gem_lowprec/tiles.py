@@ -128,44 +128,62 @@ def both_kernel(
             gl.store(to, turned, mask=(tc < cols)[:, None] & (tr < col_row)[None, :])
 
 
-@gluon.jit(do_not_specialize=["rows", "pitch"])
-def layer_norm_kernel(
-    x_ptr, gain_ptr, bias_ptr, data_ptr, scale_ptr, mean_ptr, rstd_ptr, rows, x_row, pitch, eps,
-    RW: gl.constexpr, TK: gl.constexpr, STEPS: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
-):  # fmt: skip
-    """`norms._norm_rows` of a layer norm for rows of TK features, a power of two from 256 on: a warp of four owns RW
-    rows of a step.
+@gluon.jit
+def _mean(x, HEIGHT: gl.constexpr, TK: gl.constexpr):
+    """Of each row, in one reduction: what a thread holds first, then five exchanges."""
+    return gl.reduce(x.reshape([HEIGHT, TK]), 1, _add) * (1.0 / TK)
 
-    Rows are [TK / 128, 128]: 16 lanes of 8 columns share a scale. Gain and bias, four bytes a column each where x has
-    two, stay in registers for STEPS times so many rows, and a step's rows are loaded in the step before. Nothing is
-    masked: behind the last row stands the last row again, and whoever meets it writes the same.
+
+@gluon.jit(do_not_specialize=["rows", "pitch"])
+def norm_kernel(
+    x_ptr, gain_ptr, bias_ptr, data_ptr, scale_ptr, mean_ptr, rstd_ptr, rows, x_row, pitch, eps,
+    RW: gl.constexpr, TK: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr, NORM: gl.constexpr,
+    THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
+):  # fmt: skip
+    """`norms._norm_rows` for rows of TK features, a power of two from 256 on: each of WARPS warps owns RW rows of a
+    step. NORM: 1 RMS, 2 layer.
+
+    Rows are [TK / 128, 128]: 16 lanes of 8 columns share a scale, and one of them makes it. Gain and bias, four bytes a
+    column each where x has two, stay in registers for STEPS times so many rows, and a step's rows are loaded in the
+    step before. Nothing is masked: behind the last row stands the last row again, and whoever meets it writes the same.
     """
-    L: gl.constexpr = gl.BlockedLayout([RW, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0])
+    L: gl.constexpr = gl.BlockedLayout([RW, 1, 8], [1, 2, 16], [WARPS, 1, 1], [2, 1, 0])
     OF_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
     OF_BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
     OF_COL: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, L))
-    own = gl.program_id(0) * (4 * RW * STEPS) + gl.arange(0, 4 * RW, OF_ROW)
+    ACROSS: gl.constexpr = min(32, TK // 128)
+    ONCE: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    HEIGHT: gl.constexpr = WARPS * RW
+    first = gl.program_id(0) * (HEIGHT * STEPS)
+    own = first + gl.arange(0, HEIGHT, OF_ROW)
+    once = first + gl.arange(0, HEIGHT, gl.SliceLayout(1, ONCE))
+    block = gl.arange(0, TK // 128, gl.SliceLayout(0, ONCE)).to(gl.int64) * pitch
     b = gl.arange(0, TK // 128, OF_BLOCK)
     c = gl.arange(0, 128, OF_COL)
     col = (b * 128)[None, :, None] + c[None, None, :]
     gain = gl.load(gain_ptr + col).to(gl.float32)
-    bias = gl.load(bias_ptr + col).to(gl.float32)
+    if NORM == 2:
+        bias = gl.load(bias_ptr + col).to(gl.float32)
     r = gl.minimum(own, rows - 1)
     after = gl.load(x_ptr + (r.to(gl.int64) * x_row)[:, None, None] + col)
     for i in range(STEPS):
         x = after.to(gl.float32)
-        r = gl.minimum(own + i * (4 * RW), rows - 1)
+        r = gl.minimum(own + i * HEIGHT, rows - 1)
         if STEPS > 1:
-            to = gl.minimum(own + gl.minimum(i + 1, STEPS - 1) * (4 * RW), rows - 1)
+            to = gl.minimum(own + gl.minimum(i + 1, STEPS - 1) * HEIGHT, rows - 1)
             after = gl.load(x_ptr + (to.to(gl.int64) * x_row)[:, None, None] + col)
-        mean = gl.convert_layout(gl.reduce(gl.reduce(x, 1, _add), 1, _add) * (1.0 / TK), OF_ROW)
-        gl.store(mean_ptr + r, mean)
-        x = x - mean[:, None, None]
-        variance = gl.reduce(gl.reduce(x * x, 1, _add), 1, _add) * (1.0 / TK)
-        rstd = gl.convert_layout(gl.rsqrt(variance + eps), OF_ROW)
+        if NORM == 2:
+            mean = gl.convert_layout(_mean(x, HEIGHT, TK), OF_ROW)
+            gl.store(mean_ptr + r, mean)
+            x = x - mean[:, None, None]
+        rstd = gl.convert_layout(gl.rsqrt(_mean(x * x, HEIGHT, TK) + eps), OF_ROW)
         gl.store(rstd_ptr + r, rstd)
-        y = x * rstd[:, None, None] * gain + bias
-        scale, inverse = _powers(gl.reduce(gl.abs(y), 2, _larger), THRESHOLD, EMAX)
+        y = x * rstd[:, None, None] * gain
+        if NORM == 2:
+            y = y + bias
+        amax = gl.convert_layout(gl.reduce(gl.abs(y), 2, _larger), ONCE)
+        scale, inverse = _powers(amax, THRESHOLD, EMAX)
+        gl.store(scale_ptr + block[None, :] + gl.minimum(once + i * HEIGHT, rows - 1)[:, None], scale)
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(2, L))
         data = (y * inverse[:, :, None]).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
         gl.store(data_ptr + (r.to(gl.int64) * TK)[:, None, None] + col, data)
-        gl.store(scale_ptr + (b.to(gl.int64) * pitch)[None, :] + r[:, None], scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gem_kernels.nn import JaggedAttention, NormLinear
+from gem_kernels.nn import JaggedAttention, NormLinear, RMSNorm
 from torch import Tensor, nn
 
 from gem_lowprec.attention import attention_engine, low_precision_attention
@@ -31,10 +31,9 @@ class LowPrecisionJaggedAttention(JaggedAttention):
     `convert` makes one of a `JaggedAttention` where `Recipe.attention` asks for it: parameters, their names and the
     state_dict stay, projections are linear layers and have rules of their own.
 
-    Where `fp8` runs natively, the module attends to itself, heads have 128 dims, and nothing stands between the
-    packed projection and attention (no norm of heads, no rotary embedding), a projection in `fp8_block` writes q, k and
-    v in FP8 as attention reads them, and attention writes its result in FP8 for a projection in `fp8_block` after it:
-    no pass quantises between them.
+    Where `fp8` runs natively, the module attends to itself and heads have 128 dims, a projection in `fp8_block` norms
+    and turns heads as the module asks, in float32, and writes q, k and v in FP8 as attention reads them; attention
+    writes its result in FP8 for a projection in `fp8_block` after it: no pass quantises between them.
     """
 
     precision: AttentionPrecision
@@ -43,27 +42,33 @@ class LowPrecisionJaggedAttention(JaggedAttention):
         """See `JaggedAttention`."""
         if any(c is not None for c in (*context, *named.values())) or not self.writes_operands(x):
             return super().forward(x, offsets, max_len, *context, **named)
-        from gem_lowprec.attention.projected import Into, attend
+        from gem_lowprec.attention.projected import Between, Into, attend
 
         projection: Any = self.qkv
         if type(projection) is NormLinear:
             x, projection = projection.norm(x), projection.linear
         dtype = _layer(projection).plan(x).dtype
-        into = Into(offsets, max_len, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype)
+        gains, eps = None, 1e-6
+        if self.q_norm is not None and self.k_norm is not None:
+            gains, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        into = Into(
+            offsets=offsets, max_len=max_len, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype,
+            between=Between(gains=gains, eps=eps, base=self.rope_base),
+        )  # fmt: skip
         packed = projection(x, sink=into)
-        assert into.operands is not None
         after: nn.Module = self.out
         takes = isinstance(after, LowPrecisionLinear) and not _hooked(after)
         takes = takes and after.takes_fp8(x.new_empty(0, dtype=dtype), x.shape[0])  # type: ignore[operator]
-        out, rows = attend(packed, into.operands, self.scale, rows=takes)
+        out, rows = attend(packed, into, self.scale, rows=takes)
         return after(out.flatten(1), rows) if takes else after(out.flatten(1))  # type: ignore[no-any-return]
 
     def pass_between(self) -> str | None:
         """Why q, k and v are quantised by a pass of their own; None where the projection may write them."""
         if self.crosses:
             return "it has two projections"
-        if self.q_norm is not None or self.rope_base is not None:
-            return "heads are normed or turned after the projection"
+        norms = [n for n in (self.q_norm, self.k_norm) if n is not None]
+        if any(type(n) is not RMSNorm or _hooked(n) for n in norms) or len({n.eps for n in norms}) > 1:
+            return "the norms of its heads are not what a kernel can do for them"
         if self.head_dim != BLOCK:
             return f"heads have {self.head_dim} dims, not {BLOCK}"
         layer = _layer(self.qkv)

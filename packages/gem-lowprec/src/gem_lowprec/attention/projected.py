@@ -8,66 +8,106 @@ gives it the gradient that the product would have had.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from gem_kernels.norms import rms_norm
+from gem_kernels.rotary import rope
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_lowprec.attention.launch import forward, forward_with_rows
 from gem_lowprec.attention.native import U8, _backward
 from gem_lowprec.attention.operands import BLOCK, Operands
-from gem_lowprec.attention.projection import project
+from gem_lowprec.attention.projection import Between, project
 from gem_lowprec.quantize import FP8_1X128, QTensor
 
 
+@dataclass(kw_only=True)
 class Into:
-    """Where a packed projection of self-attention writes: called with the product's operands, it keeps attention's."""
+    """Where a packed projection of self-attention writes: called with the product's operands, it keeps attention's, and
+    [q || k] as they were `between` the two (`project`).
+    """
 
-    def __init__(self, offsets: Tensor, max_len: int, *, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-        self.offsets, self.max_len, self.heads, self.kv_heads, self.dtype = offsets, max_len, heads, kv_heads, dtype
-        self.operands: Operands | None = None
+    offsets: Tensor
+    max_len: int
+    heads: int
+    kv_heads: int
+    dtype: torch.dtype
+    between: Between
+    operands: Operands | None = None
+    raw: Tensor | None = None
 
     def __call__(self, x: QTensor, weight: QTensor, bias: Tensor | None) -> None:
         """[q || k || v] = x weight^T + bias, quantised as it is made."""
-        self.operands = project(
-            x, weight, bias, self.offsets, self.max_len, heads=self.heads, kv_heads=self.kv_heads, dtype=self.dtype
-        )
+        self.operands, self.raw = project(
+            x, weight, bias, self.offsets, self.max_len, heads=self.heads, kv_heads=self.kv_heads, dtype=self.dtype,
+            between=self.between,
+        )  # fmt: skip
+
+
+def _through(
+    raw: Tensor, gains: tuple[Tensor | None, Tensor | None], offsets: Tensor, heads: int, between: Between,
+    grads: tuple[Tensor, Tensor],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of [q || k] before they were normed and turned, [T, (H + Hkv) 128], and of the two gains."""
+    with torch.enable_grad():
+        leaves = [t if t is None else t.detach().requires_grad_() for t in (raw, *gains)]
+        packed, *weights = leaves
+        assert packed is not None
+        parts = list(packed.unflatten(1, (-1, BLOCK)).tensor_split([heads], 1))
+        for i, weight in enumerate(weights):
+            if weight is not None:
+                parts[i] = rms_norm(parts[i], weight, eps=between.eps)
+            if between.base is not None:
+                parts[i] = rope(parts[i], offsets, base=between.base)
+        found = iter(torch.autograd.grad(parts, [t for t in leaves if t is not None], grads))
+    return tuple(None if t is None else next(found) for t in leaves)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, _packed: Tensor, made: Operands, scale: float, rows: bool
+        ctx: Any, _packed: Tensor, q_gain: Tensor | None, k_gain: Tensor | None, into: Into, scale: float, rows: bool
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        made = into.operands
+        assert made is not None
         if rows:
             out, lse, data, data_scale = forward_with_rows(made, scale)
         else:
             out, lse = forward(made, scale)
             data, data_scale = out.new_empty(0, dtype=U8), lse.new_empty(0)
         ctx.save_for_backward(
-            out, lse, made.q.view(U8), made.q_scale, made.k.view(U8), made.v.view(U8), made.kv_scale, made.q_offsets
-        )
-        ctx.longest, ctx.scale = made.longest, scale
+            out, lse, made.q.view(U8), made.q_scale, made.k.view(U8), made.v.view(U8), made.kv_scale, made.q_offsets,
+            into.raw, q_gain, k_gain,
+        )  # fmt: skip
+        ctx.longest, ctx.scale, ctx.heads = made.longest, scale, into.heads
+        ctx.between = replace(into.between, gains=None)  # they are saved
         ctx.mark_non_differentiable(data, data_scale)
         return out, data, data_scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Tensor | None, ...]:
-        *found, offsets = ctx.saved_tensors
-        grads = _backward(dout, None, tuple(found), offsets, offsets, ctx.longest, ctx.longest, ctx.scale)  # type: ignore[arg-type]
-        return torch.cat(grads, 1).flatten(1), None, None, None
+        *found, offsets, raw, q_gain, k_gain = ctx.saved_tensors
+        dq, dk, dv = _backward(dout, None, tuple(found), offsets, offsets, ctx.longest, ctx.longest, ctx.scale)  # type: ignore[arg-type]
+        gains = (q_gain, k_gain)
+        if q_gain is None and ctx.between.nothing:
+            return torch.cat((dq, dk, dv), 1).flatten(1), None, None, None, None, None
+        before, *of_gains = _through(raw, gains, offsets, ctx.heads, ctx.between, (dq, dk))
+        assert before is not None
+        return torch.cat((before, dv.flatten(1)), 1), *of_gains, None, None, None
 
 
-def attend(packed: Tensor, made: Operands, scale: float, *, rows: bool) -> tuple[Tensor, QTensor | None]:
-    """O [T, H, D] of the operands that `Into` kept; with `rows` (D 128) also Q(O) [T, H D] as a projection reads it,
-    of the values that O has. `packed` is what that projection returned; dO becomes its gradient.
+def attend(packed: Tensor, into: Into, scale: float, *, rows: bool) -> tuple[Tensor, QTensor | None]:
+    """O [T, H, 128] of the operands that `into` keeps; with `rows` also Q(O) [T, H 128] as a projection reads it, of
+    the values that O has. `packed` is what the projection into it returned; dO becomes its gradient.
     """
-    out, data, scale_of = _Attend.apply(packed, made, scale, rows)
+    gains = into.between.gains or (None, None)
+    out, data, scale_of = _Attend.apply(packed, *gains, into, scale, rows)
     if not rows:
         return out, None
-    assert out.shape[2] == BLOCK
     tokens = out.shape[0]
     return out, QTensor(
         data=data.view(torch.float8_e4m3fn), scale=scale_of[:, :tokens].t(), spec=FP8_1X128, dim=-1,

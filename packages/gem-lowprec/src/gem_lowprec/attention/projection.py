@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,34 @@ LIST = Tile(bm=BLOCK, bn=1, warps=4)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Between:
+    """What happens to heads of q and k after a projection: each is divided by its root mean square (`eps` added to the
+    mean square) and multiplied by a gain [128] where there are `gains` of q and of k; then pairs of dims are turned by
+    the token's place in its sequence where there is a `base` (`gem_kernels.rope`).
+    """
+
+    gains: tuple[Tensor, Tensor] | None = None
+    eps: float = 1e-6
+    base: float | None = None
+
+    @property
+    def nothing(self) -> bool:
+        """Whether nothing happens."""
+        return self.gains is None and self.base is None
+
+
+@functools.cache
+def _frequencies(base: float, device: torch.device) -> Tensor:
+    """base^(-2 i / 128), [64] float32."""
+    pair = torch.arange(BLOCK // 2, dtype=torch.float64, device=device)
+    return torch.pow(torch.tensor(base, dtype=torch.float64, device=device), pair * (-2.0 / BLOCK)).float()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Blocks:
     """The blocks of 128 tokens of jagged rows: `table` [bound, 4] int32, of which the first `count` [1] rows hold a
-    block's first token, its tokens (128 but for a sequence's last) and its number (`operands`). `bound`: T // 128 + B.
+    block's first token, its tokens (128 but for a sequence's last), its number (`operands`) and its first token's place
+    in its sequence. `bound`: T // 128 + B.
     """
 
     table: Tensor
@@ -43,8 +69,8 @@ def list_blocks(offsets: Tensor, total: int) -> Blocks:
 
 def project(
     x: QTensor, weight: QTensor, bias: Tensor | None, offsets: Tensor, max_len: int, *, heads: int, kv_heads: int,
-    dtype: torch.dtype,
-) -> Operands:  # fmt: skip
+    dtype: torch.dtype, between: Between | None = None,
+) -> tuple[Operands, Tensor]:  # fmt: skip
     """Operands of self-attention from its packed projection, [q || k || v] = X W^T + bias, which is never written::
 
         project(x, w, b, ...)  =  quantise(*split(block_matmul(x, w, float32, b)), ...)       bit for bit
@@ -58,6 +84,10 @@ def project(
         heads: of q, 128 columns each.
         kv_heads: of k and of v.
         dtype: of attention's result.
+        between: what happens to heads of q and k before they are quantised, in float32.
+
+    Returns:
+        The operands; and, for the backward of what happens between, [q || k] before it in `dtype`, empty without it.
 
     Raises:
         ValueError: operands that do not fit.
@@ -71,14 +101,14 @@ def project(
         raise ValueError(f"weight must be [{width}, {x.shape[1]}], got {list(weight.shape)}")
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must be [{width}], got {list(bias.shape)}")
-    return _project(x.data, x, weight, bias, offsets, max_len, heads, kv_heads, dtype)
+    return _project(x.data, x, weight, bias, offsets, max_len, heads, kv_heads, dtype, between or Between())
 
 
 @on_its_device
 def _project(
     first: Tensor, x: QTensor, weight: QTensor, bias: Tensor | None, offsets: Tensor, max_len: int, heads: int,
-    kv_heads: int, dtype: torch.dtype,
-) -> Operands:  # fmt: skip
+    kv_heads: int, dtype: torch.dtype, between: Between,
+) -> tuple[Operands, Tensor]:  # fmt: skip
     from gem_lowprec.attention.projection_kernel import projection_kernel
 
     x, weight = operand(x), operand(weight)
@@ -92,22 +122,26 @@ def _project(
         kv_scale=first.new_empty(numbers, kv_heads, 2, dtype=f32), q_offsets=offsets, k_offsets=offsets,
         longest=max_len, dtype=dtype,
     )  # fmt: skip
+    raw = first.new_empty(0 if between.nothing else rows, (heads + kv_heads) * BLOCK, dtype=dtype)
     if rows and batch:
+        q_gain, k_gain = (weight.scale,) * 2 if between.gains is None else between.gains
+        freq = weight.scale if between.base is None else _frequencies(between.base, first.device)
         blocks = list_blocks(offsets, rows)
         tiles = -(-blocks.table.shape[0] // 2) * (heads + 2 * kv_heads)
         projection_kernel[(min(programs(first.device), tiles),)](
             _matrix(x.data, (64, DEPTH)), _matrix(weight.data, (BLOCK, DEPTH)), _lines(x.scale, 64), weight.scale,
             weight.scale if bias is None else bias, blocks.table, blocks.count, made.q.view(u8), made.q_scale,
-            made.k.view(u8), made.v.view(u8), made.kv_scale, -(-depth // DEPTH), x.scale.stride(1),
-            weight.scale.stride(0), weight.scale.stride(1), heads, kv_heads, **_constants(bias is not None),
+            made.k.view(u8), made.v.view(u8), made.kv_scale, q_gain, k_gain, raw, freq, between.eps,
+            -(-depth // DEPTH), x.scale.stride(1), weight.scale.stride(0), weight.scale.stride(1), heads, kv_heads,
+            **_constants(bias=bias is not None, norm=between.gains is not None, turn=between.base is not None),
             num_warps=4,
         )  # fmt: skip
-    return made
+    return made, raw
 
 
-def _constants(bias: bool) -> dict[str, Any]:
+def _constants(*, bias: bool, norm: bool, turn: bool) -> dict[str, Any]:
     powers = {name: value for name, value in operand_constants(BLOCK).items() if name != "D"}
-    return {"STAGES": STAGES, "HAS_BIAS": bias, **powers}
+    return {"STAGES": STAGES, "HAS_BIAS": bias, "NORM": norm, "TURN": turn, **powers}
 
 
 def compile_cases() -> list[CompileCase]:
@@ -119,17 +153,22 @@ def compile_cases() -> list[CompileCase]:
     def desc(kind: str, block: tuple[int, ...], dtype: torch.dtype) -> str:
         return f"tensordesc<{kind}{list(block)},{_layout(block, dtype)!r}>"
 
-    constants = _constants(True)
-    types = {n: "constexpr" if n in constants else "i32" for n in projection_kernel.arg_names}
-    types |= {
-        "x_desc": desc("fp8e4nv", (64, DEPTH), E4M3.dtype), "w_desc": desc("fp8e4nv", (BLOCK, DEPTH), E4M3.dtype),
-        "sx_desc": desc("fp32", (64,), torch.float32), "bias_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
-    }  # fmt: skip
-    types |= dict.fromkeys(("ws_ptr", "qs_ptr", "kvs_ptr"), "*fp32") | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*u8")
-    return [
-        CompileCase(
-            name="fp8 projection of attention", kernel=projection_kernel, signature=types, constants=constants,
-            divisible=tuple(n for n in projection_kernel.arg_names if n.endswith("_ptr")), arch=(90,),
-            tile=Tile(bm=2 * BLOCK, bn=BLOCK), source=GluonASTSource, defined=True,
-        )
-    ]  # fmt: skip
+    cases = []
+    for name, both in (("", False), (", normed and turned", True)):
+        constants = _constants(bias=True, norm=both, turn=both)
+        types = {n: "constexpr" if n in constants else "i32" for n in projection_kernel.arg_names}
+        types |= {
+            "x_desc": desc("fp8e4nv", (64, DEPTH), E4M3.dtype), "w_desc": desc("fp8e4nv", (BLOCK, DEPTH), E4M3.dtype),
+            "sx_desc": desc("fp32", (64,), torch.float32), "table_ptr": "*i32", "count_ptr": "*i32", "eps": "fp32",
+        }  # fmt: skip
+        types |= dict.fromkeys(("ws_ptr", "qs_ptr", "kvs_ptr", "freq_ptr"), "*fp32")
+        types |= dict.fromkeys(("bias_ptr", "raw_ptr", "q_gain_ptr", "k_gain_ptr"), "*bf16")
+        types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*u8")
+        cases.append(
+            CompileCase(
+                name=f"fp8 projection of attention{name}", kernel=projection_kernel, signature=types,
+                constants=constants, divisible=tuple(n for n in projection_kernel.arg_names if n.endswith("_ptr")),
+                arch=(90,), tile=Tile(bm=2 * BLOCK, bn=BLOCK), source=GluonASTSource, defined=True,
+            )
+        )  # fmt: skip
+    return cases

@@ -1,6 +1,7 @@
 """Projections whose results are attention's operands: a block-wise FP8 product that writes E4M3 and scales.
 
-    [q || k || v] = X W^T + bias, and of a head of q, k or v what `operand_kernel` would make of it
+    [q || k || v] = X W^T + bias, heads of q and k normed and turned if asked for, and of each head what
+    `operand_kernel` would make of it
 
 X [T, K] has a scale for each 1 x 128, W [N, K] one for each 128 x 128, as in `gem_lowprec.hopper`. A tile is two blocks
 of 128 tokens, counted from their sequence's start, by one head: each of two consumer warpgroups has all of a block, so
@@ -22,7 +23,9 @@ from gem_lowprec.tiles import _powers
 
 @triton.jit(do_not_specialize=["batch"])
 def list_blocks(offsets, table, count, batch, CHUNK: tl.constexpr):
-    """Of each block of 128 tokens: first token, tokens, number (`operands`), 0; one program for each sequence."""
+    """Of each block of 128 tokens: first token, tokens, number (`operands`), the first token's place in its sequence;
+    one program for each sequence.
+    """
     b = tl.program_id(0)
     before = tl.zeros([CHUNK], tl.int32)
     for c in range(0, b, CHUNK):
@@ -39,7 +42,7 @@ def list_blocks(offsets, table, count, batch, CHUNK: tl.constexpr):
         tl.store(to, start + j * 128, mask=j < blocks)
         tl.store(to + 1, tl.minimum(length - j * 128, 128), mask=j < blocks)
         tl.store(to + 2, start // 128 + b + j, mask=j < blocks)
-        tl.store(to + 3, 0, mask=j < blocks)
+        tl.store(to + 3, j * 128, mask=j < blocks)
     if b == batch - 1:
         tl.store(count, first + blocks)
 
@@ -70,13 +73,59 @@ def _load(descs, buffers, full, empty, table_ptr, count, slots, k_blocks, pitch,
 
 
 @gluon.jit
+def _sin_cos(angle):
+    """Of angles up to some 10,000: less whole turns, by two constants that add up to 2 pi, then by the hardware."""
+    turns = gl.floor(angle * 0.15915494309189535 + 0.5)
+    rest = gl.fma(
+        turns, gl.full_like(turns, -0.0019353071795864769), gl.fma(turns, gl.full_like(turns, -6.28125), angle)
+    )
+    sin = gl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [rest], dtype=gl.float32, is_pure=True, pack=1)
+    cos = gl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [rest], dtype=gl.float32, is_pure=True, pack=1)
+    return sin, cos
+
+
+@gluon.jit
+def _prepared(x, gain_ptr, heading, slot, row, rows, place, NORM: gl.constexpr, TURN: gl.constexpr):
+    """64 tokens of one head, which goes to memory as it is (backward reads it), normed (`rms_norm`) and turned
+    (`rope`: pairs of dims side by side, which a thread has both of).
+    """
+    raw_ptr, stride, freq_ptr, eps = heading
+    L: gl.constexpr = x.type.layout
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    c = gl.arange(0, DIM, gl.SliceLayout(0, L))
+    to = raw_ptr + ((row + r).to(gl.int64) * stride)[:, None] + (slot * DIM + c)[None, :]
+    gl.store(to, x.to(raw_ptr.dtype.element_ty), mask=(r < rows)[:, None])
+    if NORM:
+        scale = gl.rsqrt(gl.sum(x * x, 1) * (1.0 / DIM) + eps)
+        x = x * scale[:, None] * gl.load(gain_ptr + c).to(gl.float32)[None, :]
+    if TURN:
+        even, odd = gl.split(x.reshape([ROWS, DIM // 2, 2]))
+        P: gl.constexpr = even.type.layout
+        at = (place + gl.arange(0, ROWS, gl.SliceLayout(1, P))).to(gl.float32)
+        freq = gl.load(freq_ptr + gl.arange(0, DIM // 2, gl.SliceLayout(0, P)))
+        sin, cos = _sin_cos(at[:, None] * freq[None, :])
+        x = gl.convert_layout(gl.join(even * cos - odd * sin, even * sin + odd * cos).reshape([ROWS, DIM]), L)
+    return x
+
+
+@gluon.jit
 def _finish(
-    upper, lower, out, start, rows, block, slot, heads, kv_heads,
+    upper, lower, out, between, start, rows, block, place, slot, heads, kv_heads,
+    NORM: gl.constexpr, TURN: gl.constexpr,
     THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
     """128 tokens (two products) of one head, of which `rows` are the sequence's."""
     q_ptr, qs_ptr, k_ptr, v_ptr, kvs_ptr = out
     L: gl.constexpr = upper.type.layout
+    if NORM or TURN:  # noqa: SIM102 - the first is decided by the compiler
+        if slot < heads + kv_heads:
+            q_gain, k_gain, raw_ptr, freq_ptr, eps = between
+            gain = q_gain
+            if slot >= heads:
+                gain = k_gain
+            heading = (raw_ptr, (heads + kv_heads) * DIM, freq_ptr, eps)
+            upper = _prepared(upper, gain, heading, slot, start, rows, place, NORM, TURN)
+            lower = _prepared(lower, gain, heading, slot, start + ROWS, rows - ROWS, place + ROWS, NORM, TURN)
     if slot < heads:
         to = q_ptr + slot * DIM
         stride = heads * DIM
@@ -107,8 +156,9 @@ def _finish(
 
 @gluon.jit
 def _consume(
-    W: gl.constexpr, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, heads, kv_heads,
-    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
+    W: gl.constexpr, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, between, heads,
+    kv_heads, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, NORM: gl.constexpr, TURN: gl.constexpr,
+    THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
     """Every tile's first or second block."""
     x_buf, w_buf, sx_buf = buffers
@@ -124,6 +174,7 @@ def _consume(
         start = gl.load(entry)
         rows = gl.where(place < count, gl.load(entry + 1), 0)
         block = gl.load(entry + 2)
+        first = gl.load(entry + 3)
         upper = gl.zeros([ROWS, DIM], gl.float32, L)
         lower = gl.zeros([ROWS, DIM], gl.float32, L)
         for i in range(k_blocks):
@@ -145,16 +196,22 @@ def _consume(
             bias = gl.load(bias_ptr + slot * DIM + gl.arange(0, DIM, gl.SliceLayout(0, L))).to(gl.float32)[None, :]
             upper += bias
             lower += bias
-        _finish(upper, lower, out, start, rows, block, slot, heads, kv_heads, THRESHOLD, EMAX, LEAST)
+        _finish(
+            upper, lower, out, between, start, rows, block, first, slot, heads, kv_heads,
+            NORM, TURN, THRESHOLD, EMAX, LEAST,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["k_blocks", "pitch", "ws_row", "ws_col", "heads", "kv_heads"])
 def projection_kernel(
     x_desc, w_desc, sx_desc, ws_ptr, bias_ptr, table_ptr, count_ptr, q_ptr, qs_ptr, k_ptr, v_ptr, kvs_ptr,
-    k_blocks, pitch, ws_row, ws_col, heads, kv_heads,
-    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
+    q_gain_ptr, k_gain_ptr, raw_ptr, freq_ptr, eps, k_blocks, pitch, ws_row, ws_col, heads, kv_heads,
+    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, NORM: gl.constexpr, TURN: gl.constexpr,
+    THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
-    """Rows of W are `heads` heads of q, then `kv_heads` of k and of v, 128 each; either number may be 0."""
+    """Rows of W are `heads` heads of q, then `kv_heads` of k and of v, 128 each. NORM, TURN: heads of q and k are
+    normed, and turned by their place in the sequence; `raw_ptr` [T, (heads + kv_heads) 128] is what they were before.
+    """
     x_buf = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 4, ROWS, DEPTH], x_desc.layout)
     w_buf = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, DIM, DEPTH], w_desc.layout)
     sx_buf = gl.allocate_shared_memory(gl.float32, [STAGES * 4, ROWS], sx_desc.layout)
@@ -169,12 +226,13 @@ def projection_kernel(
     buffers = (x_buf, w_buf, sx_buf)
     weight = (ws_ptr, ws_row, ws_col)
     out = (q_ptr, qs_ptr, k_ptr, v_ptr, kvs_ptr)
+    between = (q_gain_ptr, k_gain_ptr, raw_ptr, freq_ptr, eps)
     gl.warp_specialize(
         [
-            (_consume, (0, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, heads,
-                        kv_heads, STAGES, HAS_BIAS, THRESHOLD, EMAX, LEAST)),
-            (_consume, (1, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, heads,
-                        kv_heads, STAGES, HAS_BIAS, THRESHOLD, EMAX, LEAST)),
+            (_consume, (0, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, between,
+                        heads, kv_heads, STAGES, HAS_BIAS, NORM, TURN, THRESHOLD, EMAX, LEAST)),
+            (_consume, (1, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, between,
+                        heads, kv_heads, STAGES, HAS_BIAS, NORM, TURN, THRESHOLD, EMAX, LEAST)),
             (_load, ((x_desc, w_desc, sx_desc), buffers, full, empty, table_ptr, count, slots, k_blocks, pitch,
                      STAGES)),
         ],

@@ -124,7 +124,7 @@ def projection(name: str, device: torch.device, lengths: list[int], width: int) 
     assert qw is not None
 
     def fused() -> Operands:
-        return project(qx, qw, None, offsets, longest, heads=HEADS, kv_heads=HEADS, dtype=torch.bfloat16)
+        return project(qx, qw, None, offsets, longest, heads=HEADS, kv_heads=HEADS, dtype=torch.bfloat16)[0]
 
     def apart() -> Operands:
         parts = block_matmul(qx, qw, torch.bfloat16).unflatten(1, (-1, 128)).split(HEADS, 1)
@@ -150,12 +150,17 @@ def projection(name: str, device: torch.device, lengths: list[int], width: int) 
     )  # fmt: skip
 
 
-def block(name: str, device: torch.device, lengths: list[int], width: int, *, whole: bool) -> Problem:
-    """A `JaggedAttention` with its norm and projections, heads of 128; `whole`: forward and backward."""
+def block(
+    name: str, device: torch.device, lengths: list[int], width: int, *, whole: bool, rotary: bool = False
+) -> Problem:  # fmt: skip
+    """A `JaggedAttention` with its norm and projections, heads of 128; `whole`: forward and backward; `rotary`: heads of
+    q and k are normed and turned.
+    """
     tokens, longest = sum(lengths), max(lengths)
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
     torch.manual_seed(0)
-    plain = JaggedAttention(width, width // 128, pre_norm=True, device=device).bfloat16()
+    between: dict[str, Any] = {"qk_norm": True, "rope_base": 1e4} if rotary else {}
+    plain = JaggedAttention(width, width // 128, pre_norm=True, device=device, **between).bfloat16()
     modules: dict[str, JaggedAttention] = {}
     rules = (Rule(forward="fp8_block", dgrad="fp8_block", wgrad="fp8_block"),)
     modules["fp8"] = copy.deepcopy(plain)
@@ -216,4 +221,6 @@ def cases() -> dict[str, Callable[[torch.device], Problem]]:
     for batch, longest, width in ((128, 1024, 1024), (32, 4096, 1024), (64, 1024, 2048)):
         for what in ("forward", "step"):
             more(f"block-{what}-{longest}-{width}", block, batch, longest, width, whole=what == "step")
+    for what in ("forward", "step"):
+        more(f"block-{what}-rotary-1024-1024", block, 128, 1024, 1024, whole=what == "step", rotary=True)
     return made
