@@ -153,7 +153,7 @@ def projection(name: str, device: torch.device, lengths: list[int], width: int) 
 def block(
     name: str, device: torch.device, lengths: list[int], width: int, *, whole: bool, rotary: bool = False
 ) -> Problem:  # fmt: skip
-    """A `JaggedAttention` with its norm and projections, heads of 128; `whole`: forward and backward; `rotary`: heads of
+    """A `JaggedAttention` with its norm and projections, heads of 128. whole: forward and backward. rotary: heads of
     q and k are normed and turned.
     """
     tokens, longest = sum(lengths), max(lengths)
