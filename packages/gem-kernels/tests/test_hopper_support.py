@@ -95,6 +95,7 @@ def test_loops_over_tiles_carry_the_whole_record() -> None:
         "forward d64 3x64 causal bias [5, 5, 5, 2, 3]",
         "forward d64 3x64-lazy [5, 5, 5, 2, 3]",
         "forward d64 3x64-ahead [5, 5, 5, 2, 3]",
+        "forward d64 3x64-ahead bias [5, 5, 5, 2, 3]",
         "forward d64 3x64-ahead-lazy [5, 5, 5, 2, 3]",
         # consumers: step, visit and the tile's rows; the loader: tile, step, visit and records; then dQ from dS
         *(

@@ -146,11 +146,11 @@ def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
 
 
 def _hopper_names(case: Case, act: str | None) -> tuple[list[str], list[str]]:
-    """The configurations of both passes worth comparing on a case; with a bias one, without and with its gradient."""
+    """The configurations of both passes worth comparing on a case; with a bias the backward without and with its gradient."""
     from gem_kernels.hopper import launch_backward
 
     if case.bias:
-        return ["3x64"], ["stream", f"stream{WITH_DBIAS}"]
+        return ["3x64", "3x64-ahead"], ["stream", f"stream{WITH_DBIAS}"]
     fitting = [name for name, way in launch_backward.BACKWARD.items() if way.fits(case.max_q, case.max_k)]
     if max(case.window) >= 0:
         return ["3x128", "3x128-lean"], fitting

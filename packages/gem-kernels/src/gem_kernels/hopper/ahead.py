@@ -2,7 +2,7 @@
 
 One product after the other leaves a consumer waiting for both of a step. Here it issues S of the next step and P V of
 this one, waits for S alone, and computes its softmax while P V runs. That takes the registers of a second block of
-scores, so steps are of 64 keys, and there are no masks and no bias.
+scores, so steps are of 64 keys, and there are no masks.
 """
 
 from __future__ import annotations
@@ -14,19 +14,27 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from gem_kernels.hopper.activations import activate
 from gem_kernels.hopper.records import BLOCK
-from gem_kernels.hopper.softmax import partial, rescaled
+from gem_kernels.hopper.softmax import load_bias, partial, rescaled
 
 
 @gluon.jit
-def _weights(S, m, total, scale, SL: gl.constexpr, ACT: gl.constexpr, LAZY: gl.constexpr):
+def _weights(
+    S, m, total, scale, bias, SL: gl.constexpr, ACT: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr
+):  # fmt: skip
     """Weights, what O so far is to be multiplied by, the new maximum and the new sums per thread."""
+    if BIAS:
+        S = S * scale + bias.to(gl.float32) * 1.4426950408889634
+        scale = 1.0
     if ACT == "softmax":
         top = gl.max(gl.max(S.reshape([BLOCK, BLOCK // 8, 8]), 1), 1)
         m_new = gl.maximum(m, gl.convert_layout(top * scale, m.type.layout, True))
         if LAZY:
             m_new = gl.where(m_new > m + 8.0, m_new, m)
-        alpha = gl.exp2(m - m_new)
-        p = gl.exp2(S * scale - gl.convert_layout(m_new, gl.SliceLayout(1, SL))[:, None])
+        shift = m_new
+        if BIAS:  # a row may have seen -inf alone
+            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = gl.exp2(m - shift)
+        p = gl.exp2(S * scale - gl.convert_layout(shift, gl.SliceLayout(1, SL))[:, None])
         part = gl.convert_layout(partial(p), total.type.layout, True)
         total = total * gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), True)[:, None] + part
         m = m_new
@@ -60,8 +68,8 @@ def _now(P):
 
 @gluon.jit
 def steps_ahead(
-    q, buffers, acc, m, scale, step, n, before, k_len, barriers,
-    D: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, LAZY: gl.constexpr,
+    q, buffers, acc, m, scale, step, n, before, k_len, barriers, bias,
+    D: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """All n steps of one block, of 64 keys, the last keys first: O, maxima and sums per thread."""
     _q_buf, k_buf, v_buf = buffers
@@ -74,6 +82,9 @@ def steps_ahead(
     mbarrier.wait(k_full.index(s), (step // KS) & 1)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, SL)
     S = warpgroup_mma(q, k_buf.index(s).reshape([BLOCK, D]).permute((1, 0)), none, use_acc=False, is_async=True)
+    b = 0
+    if BIAS:
+        b = load_bias(bias, (n - 1) * BLOCK, k_len, BLOCK, SL, True)
     S = warpgroup_mma_wait(0, deps=(S,))
     mbarrier.arrive(k_empty.index(s), count=1)
     if has_before:
@@ -83,7 +94,7 @@ def steps_ahead(
     if left < BLOCK:
         hidden: gl.constexpr = float("-inf") if ACT == "softmax" else 0.0
         S = gl.where((gl.arange(0, BLOCK, gl.SliceLayout(0, SL)) < left)[None, :], S, hidden)
-    p, _alpha, m, total = _weights(S, m, total, scale, SL, ACT, LAZY)
+    p, _alpha, m, total = _weights(S, m, total, scale, b, SL, ACT, LAZY, BIAS)
     P = gl.convert_layout(p.to(q.dtype), PL)
     for i in range(1, n):
         s = (step + i) % KS
@@ -93,9 +104,11 @@ def steps_ahead(
         S = warpgroup_mma(q, k_buf.index(s).reshape([BLOCK, D]).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(o), ((step + i - 1) // KS) & 1)
         acc = warpgroup_mma(P, v_buf.index(o).reshape([BLOCK, D]), acc, is_async=True)
+        if BIAS:
+            b = load_bias(bias, (n - 1 - i) * BLOCK, k_len, BLOCK, SL, False)
         S, acc, P = warpgroup_mma_wait(1, deps=(S, acc, P))
         mbarrier.arrive(k_empty.index(s), count=1)
-        p, alpha, m, total = _weights(S, m, total, scale, SL, ACT, LAZY)
+        p, alpha, m, total = _weights(S, m, total, scale, b, SL, ACT, LAZY, BIAS)
         weights = _now(gl.convert_layout(p.to(q.dtype), PL))
         acc, P = warpgroup_mma_wait(0, deps=(acc, P))
         mbarrier.arrive(v_empty.index(o), count=1)

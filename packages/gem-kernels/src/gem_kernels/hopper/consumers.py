@@ -15,19 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gem_kernels.hopper.ahead import steps_ahead
 from gem_kernels.hopper.exchange import unpack
 from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, apart, steps_of
-from gem_kernels.hopper.softmax import partial, weights
-
-
-@gluon.jit
-def _bias(bias, key, k_len, N: gl.constexpr, SL: gl.constexpr, EDGES: gl.constexpr):
-    """The bias of keys key.. for the block's rows. Rows past the last one read that one: they are never stored."""
-    base, stride, first, last = bias
-    row = gl.minimum(first + gl.arange(0, BLOCK, gl.SliceLayout(1, SL)), last)
-    col = key + gl.arange(0, N, gl.SliceLayout(0, SL))
-    at = (base + row.to(gl.int64) * stride)[:, None] + col[None, :]
-    if EDGES:
-        return gl.load(at, mask=(col < k_len)[None, :], other=0.0)
-    return gl.load(at)
+from gem_kernels.hopper.softmax import load_bias, partial, weights
 
 
 @gluon.jit
@@ -167,7 +155,7 @@ def _step(
     mbarrier.wait(k_full.index(s), phase)
     S = _scores(q, k, DIM, N, SL)
     if BIAS:  # read under the product
-        b = _bias(bias, key, k_len, N, SL, EDGES)
+        b = load_bias(bias, key, k_len, N, SL, EDGES)
         S = warpgroup_mma_wait(0, deps=(S,))
         S = S * scale + b.to(gl.float32) * 1.4426950408889634
         scale = 1.0
@@ -312,7 +300,7 @@ def consume(
                 if AHEAD:
                     acc, m, total = steps_ahead(
                         q_buf.index(slot).reshape([BLOCK, D]), buffers, acc, m, scale, step, n, settle, k_len, barriers,
-                        D, KS, OL, ACT, LAZY,
+                        bias_at, D, KS, OL, ACT, LAZY, BIAS,
                     )  # fmt: skip
                 else:
                     acc, m, total = _steps(

@@ -32,12 +32,13 @@ class Launch:
 
 
 def build(key: Hashable, launches: Sequence[Launch], device: torch.device) -> None:
-    """Compile `launches` in threads, once for each `key`, which should be what their code depends on; where it says too
-    little, a launch compiles for itself, as ever. Compilers are C++ and processes, so the threads do run at once.
+    """Compile `launches` in threads, once for each `key` and device. The key should be what their code depends on: a
+    launch of which it says too little compiles for itself, as ever. Compilers are C++ and processes: threads do run at
+    once.
     """
-    if key in _built:
+    if (key, device) in _built:
         return
     with ThreadPoolExecutor(len(launches)) as pool:
         for done in [pool.submit(launch.warm_up, device) for launch in launches]:
             done.result()
-    _built.add(key)
+    _built.add((key, device))

@@ -342,7 +342,8 @@ def _stream(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Ten
         ]  # fmt: skip
         if dbias is not None:
             launches.append(_bias_gradient(p, dS, dbias, window))
-        build(tuple((x.kernel, *x.constants.items(), dq.dtype, dq.device) for x in launches), launches, dq.device)
+        shared = None if dbias is None else (dbias.shape[0] == 1, dbias.shape[1] == 1)
+        build((config, dim, p.act, p.group, p.left >= 0, p.right >= 0, unit, shared, dq.dtype), launches, dq.device)
         for launch in launches:
             launch.run()
     if p.bias_grad is not None and dbias is not None and dbias is not p.bias_grad:

@@ -1,4 +1,4 @@
-"""The online softmax of the Hopper forward, in the registers of one warpgroup."""
+"""The online softmax of the Hopper forward, and its bias, in the registers of one warpgroup."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from triton.experimental.gluon import language as gl
 
 from gem_kernels.hopper.activations import activate
 from gem_kernels.hopper.records import BLOCK
+
+
+@gluon.jit
+def load_bias(bias, key, k_len, N: gl.constexpr, SL: gl.constexpr, EDGES: gl.constexpr):
+    """The bias of keys key.. for the block's rows. Rows past the last one read that one: they are never stored."""
+    base, stride, first, last = bias
+    row = gl.minimum(first + gl.arange(0, BLOCK, gl.SliceLayout(1, SL)), last)
+    col = key + gl.arange(0, N, gl.SliceLayout(0, SL))
+    at = (base + row.to(gl.int64) * stride)[:, None] + col[None, :]
+    if EDGES:
+        return gl.load(at, mask=(col < k_len)[None, :], other=0.0)
+    return gl.load(at)
 
 
 @triton.constexpr_function

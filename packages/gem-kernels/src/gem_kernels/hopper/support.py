@@ -106,8 +106,8 @@ def compile_cases(act: str) -> list[CompileCase]:
                     f"{op} hopper forward d96 {name}", launch.forward_kernel, descriptors,
                     config.constants(96, group=1, act=act), defined=True,
                 ))  # fmt: skip
-            if act == "softmax" and config is launch.FORWARD["3x64"]:
-                for mask, right in {"": False, " causal": True}.items():
+            if act == "softmax" and name in ("3x64", "3x64-ahead"):
+                for mask, right in {"": False, **({} if config.ahead else {" causal": True})}.items():
                     cases.append(_case(
                         f"{op} hopper forward d{dim} {name}{mask} bias", launch.forward_kernel, descriptors,
                         config.constants(dim, group=1, act=act, right=right, bias=2), defined=True,
