@@ -146,7 +146,9 @@ def _hopper(p: Problem) -> Iterator[tuple[str, Variant]]:
 
 
 def _hopper_names(case: Case, act: str | None) -> tuple[list[str], list[str]]:
-    """The configurations of both passes worth comparing on a case; with a bias the backward without and with its gradient."""
+    """The configurations of both passes worth comparing on a case; of the backward with a bias without and with its
+    gradient.
+    """
     from gem_kernels.hopper import launch_backward
 
     if case.bias:
