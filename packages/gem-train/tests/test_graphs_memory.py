@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,11 +12,11 @@ from gem_lowprec import Recipe
 from gem_model import GEM, preset
 from gem_model.replay import Replay, tensors
 from gem_model.testing import example_inputs, random_batch
-from gem_parallel import MemoryConfig, Regions
+from gem_parallel import MemoryConfig, MemoryPlan, Regions
 from gem_parallel.memory import recompute
 from gem_train import graphs
 from gem_train.config import override
-from gem_train.testing import tiny_config
+from gem_train.testing import assembled, tiny_config
 from torch import nn
 from torch.func import functional_call
 
@@ -148,6 +149,21 @@ def test_graphs_wait_for_the_plan(tmp_path, monkeypatch):
     model.layers.replay, replay = None, model.layers.replay
     monkeypatch.setattr(type(memory), "measuring", property(lambda self: False))
     assert replay.ready()
+
+
+def test_a_plan_is_told_and_kept_with_the_run(tmp_path):
+    settings = ("parallel.memory.policy=regions", "parallel.memory.budget=0.5", "parallel.memory.recompute_min_kib=0.1")
+    config = tiny_config(tmp_path / "cache", *settings)
+    for resumed in (False, True):
+        with assembled(config, tmp_path / "run", resume=resumed) as (_, trainer):
+            memory = trainer.parts.model.memory
+            assert memory.measuring != resumed
+            trainer.model.train()
+            for batch, _ in zip(trainer.parts.train, range(3), strict=False):
+                trainer.step(batch)
+            assert MemoryPlan.read(tmp_path / "run" / "activations.json") == memory.plan
+        events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+        assert [e["kept"] for e in events if e["event"] == "memory_plan"] == [memory.plan.kept]
 
 
 @pytest.mark.gpu

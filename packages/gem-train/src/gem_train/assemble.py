@@ -20,7 +20,7 @@ from gem_model import GEM, ModelInputs
 from gem_model.ranker import Ranker
 from gem_model.roles import roles
 from gem_model.scaling import matrices, scale_outputs, width_ratios
-from gem_parallel import RowWiseAdagrad, Runtime, parallelize
+from gem_parallel import MemoryPlan, RowWiseAdagrad, Runtime, parallelize
 from torch import nn
 
 from gem_train import data as data_source
@@ -72,7 +72,9 @@ def assemble(
             data = data_source.open_data(config.data, runtime)
         except SourceUnavailable as error:
             raise UserError(str(error)) from error
-        train = data_source.loader(data, "train", config.data, runtime, seed=config.train.seed)
+        train = data_source.loader(
+            data, "train", config.data, runtime, seed=config.train.seed, parts=config.optim.accumulate
+        )
         validation = data_source.loader(data, "validation", config.data, runtime)
         test = data_source.loader(data, "test", config.data, runtime)
 
@@ -98,8 +100,12 @@ def assemble(
                 f"managed tables ({', '.join(config.inputs.managed)}) need one process, for each would learn a map of "
                 f"its own; this world has {runtime.world}"
             )
+        memory = config.parallel.memory
+        if memory.policy != "keep" and not memory.plan_file:  # a resumed run follows the plan that it has
+            memory = dataclasses.replace(memory, plan_file=str(run.plan_file))
         layout = dataclasses.replace(
             config.parallel,
+            memory=memory,
             batch_size=train.local_batch_size,  # what the planner reckons with; not the user's to know
             table_seed=config.parallel.table_seed + config.train.seed,  # another run seed draws other tables, too
             table_std=config.parallel.table_std or inputs.table_std,
@@ -107,6 +113,8 @@ def assemble(
         adagrad = RowWiseAdagrad(lr=config.optim.sparse_lr, eps=config.optim.sparse_eps)
         linear = frozenset(matrices(gem))
         model = parallelize(gem, roles(gem), layout, runtime, sparse=adagrad, units=gem.units())
+        if model.memory is not None:
+            model.memory.made = lambda plan: _tell_of(plan, events, progress)
         kernel_by_kernel = graphs.replay_layers(config, model.module, conversion, runtime, model.memory)
 
     precision = resolve_precision(config.train.precision, runtime.device)
@@ -133,6 +141,11 @@ def assemble(
         )
     )
     return data, trainer
+
+
+def _tell_of(plan: MemoryPlan, events: Events, progress: Progress) -> None:
+    progress.note(str(plan))
+    events.message("memory_plan", kept=plan.kept, peak=plan.peak, budget=plan.budget, seconds=plan.seconds)
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:

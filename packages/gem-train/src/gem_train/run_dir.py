@@ -4,6 +4,7 @@ config.toml        the resolved configuration; `gem-train run --config` takes it
 env.json           versions, commit, device, command line
 data.json          which data: source, fingerprint, split sizes, schema
 model.json         the model as assembled: inputs, parameters, precisions, sharding
+activations.json   what each region keeps for its backward pass, where parallel.memory plans that
 metrics.jsonl      the training curve            events.jsonl   spans and messages
 numerics.jsonl     how well low precision represents the layers' operands, if lowprec.numerics_every asks for it
 checkpoints/       the latest states             best/          the weights with the best validation NE
@@ -47,6 +48,7 @@ class RunDir:
         self.events_file = self.path / "events.jsonl"
         self.numerics_file = self.path / "numerics.jsonl"
         self.eval_file = self.path / "eval.json"
+        self.plan_file = self.path / "activations.json"
         self.predictions_file = self.path / "predictions.parquet"
         self.report_file = self.path / "report.html"
         self.bad_batch_file = self.path / "nonfinite.json"

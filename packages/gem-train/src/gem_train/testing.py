@@ -57,8 +57,8 @@ def tiny_config(cache: Path, *assignments: str) -> RunConfig:
 
 
 @contextlib.contextmanager
-def assembled(config: RunConfig, folder: Path) -> Iterator[tuple[Any, Any]]:
-    """(Data, Trainer) of a fresh run in `folder`, in a world of one."""
+def assembled(config: RunConfig, folder: Path, *, resume: bool = False) -> Iterator[tuple[Any, Any]]:
+    """(Data, Trainer) of a run in `folder`, in a world of one."""
     from gem_parallel import start
 
     from gem_train.assemble import assemble
@@ -67,7 +67,7 @@ def assembled(config: RunConfig, folder: Path) -> Iterator[tuple[Any, Any]]:
     from gem_train.run_dir import RunDir
 
     run = RunDir(folder)
-    run.start(config, resume=False)
+    run.start(config, resume=resume)
     events = Events(run.path)
     with start(config.train.device, 30) as runtime, contextlib.closing(events):
         yield assemble(config, runtime, run, events=events, progress=Progress(enabled=False))

@@ -58,6 +58,7 @@ class Regions:
         curves: measured before with the same model, batch and way to store; they are not measured again.
 
     Attributes:
+        made: is told the plan when it has been made.
         launched: whether the host launches what is computed again, so that a plan reckons with its time; not where the
             regions are captured in CUDA graphs, once `measuring` is over.
     """
@@ -74,6 +75,7 @@ class Regions:
     ) -> None:
         self.config = config
         self.plan: MemoryPlan | None = None
+        self.made: Callable[[MemoryPlan], None] = lambda plan: None
         self.launched = True
         self.curves: dict[str, Curve] = dict(curves or {})
         chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in config.regions)]
@@ -160,6 +162,7 @@ class Regions:
             temporary = f"{config.plan_file}.{os.getpid()}"
             plan.write(temporary)
             os.replace(temporary, config.plan_file)
+        self.made(plan)
 
     def _follow(self, plan: MemoryPlan, where: str) -> None:
         got = {row.region: row.point for row in plan.regions}
