@@ -125,6 +125,16 @@ class TestHopper:
         assert torch.equal(run(*tensors), run(*tensors))
 
 
+def test_which_weights_stay():
+    from gem_kernels.norm_linear import hopper
+
+    for inputs, outputs, before, config in (
+        (256, 1024, True, hopper.RESIDENT[4]), (72, 256, True, hopper.RESIDENT[2]), (264, 256, True, hopper.WIDE),
+        (256, 128, True, hopper.SLIM), (256, 256, False, hopper.WIDE),
+    ):  # fmt: skip
+        assert hopper.choose(inputs, outputs, before=before) == config
+
+
 def test_wide_rows_after_a_product_are_its_parts(device):
     tensors = after_operands(5, 16, 512, dtype=torch.float64)
     assert relative_error(linear_norm(*tensors, eps=EPS), after_formula(*tensors)) < 1e-14

@@ -43,7 +43,6 @@ class Problem:
     compiled: bool = False  # whether torch.compile of `eager` is a peer: building it takes seconds
     others: dict[str, Callable[[], Run]] = field(default_factory=dict)  # peers by name; ImportError if not installed
     backends: tuple[str, ...] = ("triton",)  # the first that runs here is measured
-    configured: dict[str, Run] = field(default_factory=dict)  # forward passes in configurations not the default
 
 
 def _normal(device: torch.device, *shape: int) -> Tensor:
@@ -109,11 +108,6 @@ def _linear(name: str, inputs: int, outputs: int, device: torch.device, shrink: 
     rows = ROWS // shrink
     weight = _normal(device, outputs, inputs) / inputs**0.5
 
-    def resident(x: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
-        from gem_kernels.norm_linear import hopper
-
-        return hopper.forward(x, gain, weight, None, EPS, config=hopper.RESIDENT[inputs // 64])
-
     def parts() -> Run:
         return lambda x, gain, weight: F.linear(norms.rms_norm(x, gain, eps=EPS), weight)  # type: ignore[arg-type]
 
@@ -123,7 +117,6 @@ def _linear(name: str, inputs: int, outputs: int, device: torch.device, shrink: 
 
     return Problem(
         name=name, op="norm_linear", operator="norm_linear", width=inputs, compiled=True,
-        configured={"hopper weight resident": resident} if inputs == 256 else {},
         others={"parts": parts, "liger": liger}, backends=("hopper", "triton"),
         inputs=[_normal(device, rows, inputs), 1 + 0.1 * _normal(device, inputs), weight],
         cost=flops.norm_linear(rows, inputs, outputs),

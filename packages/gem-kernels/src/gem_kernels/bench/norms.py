@@ -54,9 +54,7 @@ def peers(p: Problem, names: tuple[str, ...]) -> dict[str, Run]:
 
 
 def ours(p: Problem, only: str = "", skip: tuple[str, ...] = ()) -> dict[str, Run]:
-    """The operator on the first of its backends that runs here, and in other configurations where that is "hopper":
-    those whose name contains `only` and nothing of `skip`.
-    """
+    """The operator on the first of its backends that runs here, if its name contains `only` and nothing of `skip`."""
     found: dict[str, Run] = {}
     for backend in p.backends:
         try:
@@ -65,8 +63,6 @@ def ours(p: Problem, only: str = "", skip: tuple[str, ...] = ()) -> dict[str, Ru
             print(f"  {backend}: {error}")
             continue
         found[backend] = functools.partial(p.ours, backend=backend)
-        if backend == "hopper":
-            found |= p.configured
         break
     return {n: run for n, run in found.items() if only in n and not any(s in n for s in skip)}
 
@@ -105,7 +101,7 @@ def measure(
     variants, errors = ours(p, only, skip), {}
     for backend, run in list(variants.items()):
         try:
-            errors[backend] = gate(p, run, [x for x in passes if x == "forward" or backend not in p.configured])
+            errors[backend] = gate(p, run, passes)
         except RuntimeError as error:
             print(f"  {backend}: {error}", flush=True)
             del variants[backend]
@@ -115,8 +111,7 @@ def measure(
     rows = []
     for what in passes:
         runs: dict[str, timing.Run] = {}
-        here = {n: run for n, run in variants.items() if what in errors[n]}
-        for label, run in {**here, **{f"peer {n}": run for n, run in others.items()}}.items():
+        for label, run in {**variants, **{f"peer {n}": run for n, run in others.items()}}.items():
             try:
                 runs[label] = timing.captured(functools.partial(Variant(run, p.inputs).do, what))
             except Exception as error:  # whatever it throws is the finding
