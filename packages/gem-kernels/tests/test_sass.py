@@ -41,6 +41,21 @@ def test_a_register_that_a_skipped_loop_writes() -> None:
     assert sass.report(mended).undefined == ()
 
 
+def test_a_copy_of_what_is_not_written_matters_where_it_is_used() -> None:
+    kept = """
+        /*0000*/                   R2UR UR12, R237 ;
+        /*0010*/              @UP4 UMOV UR12, UR10 ;
+        /*0020*/              @UP4 UIADD3 UR6, UR12, 0x1, URZ ;
+        /*0030*/                   MOV R237, UR12 ;
+        /*0040*/                   EXIT ;
+"""
+    written = "        /*0000*/                   ULDC UR10, c[0x0][0x208] ;"
+    assert sass.report(written + kept).undefined == ()
+    assert sass.report(kept).undefined == ("UIADD3 UR6, UR12, 0x1, URZ reads UR12",)
+    used = kept.replace("@UP4 UMOV UR12, UR10", "NOP")
+    assert sass.report(written + used).undefined == ("UIADD3 UR6, UR12, 0x1, URZ reads UR12",)
+
+
 def test_a_branch_table_reaches_every_target() -> None:
     table = """
         /*0000*/                   LDC R2, c[0x2][0x0] ;

@@ -25,6 +25,7 @@ _NO_RESULT = re.compile(
 )
 _TO_PREDICATES = frozenset({"FSETP", "HSETP2", "ISETP", "PLOP3", "R2P", "UISETP", "UPLOP3", "VOTE"})
 _ADDRESSES = re.compile(r"HGMMA|QGMMA|SYNCS|R2UR|U(?!MOV)")  # and everything else of the uniform data path
+_COPIES = frozenset({"MOV", "R2UR", "UMOV"})
 _LOADS = frozenset({"LD", "LDC", "LDG", "LDL", "LDS", "S2UR", "SYNCS", "ULDC"})
 
 Register = tuple[str, int]
@@ -156,7 +157,8 @@ def _undefined(code: list[Instruction], labels: dict[str, int], targets: list[li
     """Reads of registers that some way from the entry does not write: must-be-written data flow.
 
     Only where it is an address or a descriptor, or on its way there. Elsewhere a value that is not written is common
-    and harmless: halves and predicates are put into a register one by one, loads are guarded as their uses are.
+    and harmless: halves and predicates are put into a register one by one, loads are guarded as their uses are. A copy
+    of what is not written is no use of it, but is not written either.
     """
     effects = [_effects(x) for x in code]
     after: list[list[int]] = []
@@ -174,7 +176,8 @@ def _undefined(code: list[Instruction], labels: dict[str, int], targets: list[li
         i = waiting.pop()
         before = known[i]
         assert before is not None
-        now = before | effects[i][0]
+        written, read = effects[i]
+        now = before - written if code[i].base in _COPIES and not read <= before else before | written
         for way in after[i]:
             there = known[way]
             new = now if there is None else there & now
@@ -183,7 +186,7 @@ def _undefined(code: list[Instruction], labels: dict[str, int], targets: list[li
                 waiting.append(way)
     found = []
     for x, (_, read), before in zip(code, effects, known, strict=True):
-        if before is None or not _ADDRESSES.match(x.base):
+        if before is None or not _ADDRESSES.match(x.base) or x.base in _COPIES:
             continue
         missing = sorted(f"{kind}{n}" for kind, n in read - before)
         if missing:
