@@ -9,6 +9,7 @@ import pytest
 import torch
 from gem_parallel import MemoryConfig, MemoryPlan, declare_cost
 from gem_parallel.memory.allocate import Option, allocate, allocate_greedy, hull, peak
+from gem_parallel.memory.costs import declare_kernels
 from gem_parallel.memory.plan import make_plan
 from gem_parallel.memory.profile import (
     Curve,
@@ -26,6 +27,7 @@ from gem_parallel.memory.regions import MEASURED_STEPS, Regions
 from gem_parallel.memory.testing import WIDTH, Block, sample, stack, train_step
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 
 def curves_at_random(seed: int, regions: int, options: int) -> list[list[Option]]:
@@ -198,6 +200,35 @@ def test_a_custom_operators_declared_cost_counts_where_nothing_runs():
     assert seconds() == pytest.approx(7e-3)
     with pytest.raises(TypeError, match=r"expected a torch\.library operator"):
         declare_cost(len, flops=lambda: 0)
+
+
+def test_the_partitioner_sees_what_the_projects_kernels_cost():
+    pytest.importorskip("gem_kernels.jagged_attention")
+    assert declare_kernels() == ["jagged_attention", "gdpa", "norm_linear", "linear_norm"]
+    kernels = torch.ops.gem_kernels
+    with FakeTensorMode():
+        q, k = torch.empty(60, 4, 8), torch.empty(90, 2, 8)
+        q_offsets, k_offsets = torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int64)
+        given = (q, k, k, q_offsets, k_offsets, None, 60, 90)
+        x, gain, weight = torch.empty(12, 16), torch.empty(16), torch.empty(32, 16)
+        calls = {
+            4 * 60 * 90 // 3 * 4 * 8: [
+                lambda: kernels.jagged_attention(*given, 0.1, -1, -1, "triton"),
+                lambda: kernels.gdpa(*given, "silu", 0.1, 1.0, -1, -1, "triton"),
+            ],
+            4 * 20 * 90 * 4 * 8: [
+                lambda: kernels.gdpa(q[:20], k, k, None, *given[4:], "silu", 0.1, 1.0, -1, -1, "triton")
+            ],
+            2 * 12 * 16 * 32: [
+                lambda: kernels.norm_linear(x, gain, weight, None, 1e-6, "triton"),
+                lambda: kernels.linear_norm(x, weight, torch.empty(32), None, 1e-6, "triton"),
+            ],
+        }
+        for flops, ways in calls.items():
+            for call in ways:
+                with FlopCounterMode(display=False) as counter:
+                    call()
+                assert counter.get_total_flops() == flops
 
 
 def test_a_plan_knows_who_holds_the_step_up():

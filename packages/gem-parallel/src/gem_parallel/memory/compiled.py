@@ -25,6 +25,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gem_parallel.memory.costs import declare_kernels
 from gem_parallel.memory.profile import Curve, Point, count_saved, tensor_bytes
 from gem_parallel.memory.recompute import Function
 
@@ -54,6 +55,7 @@ def compile_region(
     backend = backend or BACKEND
     if not 0 <= budget <= 1:
         raise ValueError(f"a region's activation budget must be in [0, 1], got {budget}")
+    declare_kernels()
 
     def annotated(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.region_activation_memory_budget(budget):
