@@ -49,7 +49,7 @@ def plain(name: str, result: dict[str, Any]) -> str:
     columns = PLAIN[result["suite"]]
     more = {
         k: result[k]
-        for k in ("model", "workload", "batch", "world", "recipe", "samples", "optimal", "line")
+        for k in ("model", "workload", "batch", "graphs", "world", "recipe", "samples", "optimal", "line")
         if k in result
     }
     lines = [

@@ -25,13 +25,13 @@ def kind(variant: str) -> str:
 
 
 def memory(results: list[dict[str, Any]], axes: Any) -> None:
-    """Peak against time; times are relative to the same file's row without recomputation, since cards differ."""
+    """Peak against time at one batch, relative to the same file's row without recomputation, since cards differ."""
     points: dict[str, list[tuple[float, float, str]]] = {}
     for result in results:
-        alone = next(row["ms"] for row in result["rows"] if row["variant"] == "none")
+        alone = next(row for row in result["rows"] if row["variant"] == "none")
         for row in result["rows"]:
-            if row["variant"] != "none again":
-                point = (row["peak_mib"] / 1024, row["ms"] / alone, row["variant"])
+            if row["variant"] != "none again" and row.get("case") == alone.get("case") and "ms" in row:
+                point = (row["peak_mib"] / 1024, row["ms"] / alone["ms"], row["variant"])
                 points.setdefault(kind(row["variant"]), []).append(point)
     for name, found in points.items():
         found = sorted(set(found))
