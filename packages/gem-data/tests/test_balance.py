@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
-from gem_data.balance import LengthCost, assign, budget_batches, deal, imbalance, moved
+from gem_data.balance import LengthCost, assign, budget_batches, deal, imbalance, in_even_parts, moved
 from gem_data.balance.simulate import Lognormal, Observed, main, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,3 +132,27 @@ def test_the_command_prints_every_method(capsys):
     main(["--ranks", "4", "--samples", "256", "--steps", "1"])
     out = capsys.readouterr().out
     assert all(f"  {m} " in out for m in METHODS)
+
+
+@given(st.integers(0, 40), st.integers(1, 7), st.integers(0, 3), st.integers(0, 2**32 - 1))
+def test_even_parts_are_a_permutation_with_runs_of_the_usual_sizes(count, parts, sources, seed):
+    lengths = np.random.default_rng(seed).integers(0, 50, (sources, count))
+    order = in_even_parts(lengths, parts)
+    assert sorted(order) == list(range(count))
+    for a, b in itertools.pairwise(count * i // parts for i in range(parts + 1)):
+        assert (np.diff(order[a:b]) > 0).all()  # as they came
+
+
+@pytest.mark.parametrize("sources", [1, 2, 3])
+def test_even_parts_hold_as_many_events_of_every_source(sources):
+    rng = np.random.default_rng(int.from_bytes(os.urandom(4), "big"))
+    lengths = np.stack([rng.integers(1, 2049 >> i, 1024) for i in range(sources)])
+    order = in_even_parts(lengths, 4)
+    for length in (lengths[0], lengths[1:].sum(0))[:sources]:  # the largest source, and the others together
+        even = length[order].reshape(4, -1).sum(1)
+        assert even.max() / even.mean() - 1 < 0.004, (length.reshape(4, -1).sum(1), even)
+
+
+def test_even_parts_refuse_what_they_cannot_deal():
+    with pytest.raises(ValueError, match="got \\(3,\\) and 2"):
+        in_even_parts([1, 2, 3], 2)

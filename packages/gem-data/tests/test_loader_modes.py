@@ -26,7 +26,7 @@ from gem_data import (
     time_split,
     to_device,
 )
-from gem_data.balance import LengthCost, imbalance
+from gem_data.balance import LengthCost, imbalance, in_even_parts
 from gem_data.batches.order import Cipher
 from gem_data.batches.pack import pack
 from gem_data.testing import (
@@ -218,6 +218,21 @@ def test_balance_evens_out_what_the_ranks_see(tmp_path):
             cost.append([(b.sequences["events"].offsets.diff().double() ** 2).sum().item() for b in shares])
         worst[method] = np.mean([imbalance(np.array(c), np.arange(8)[:, None]) for c in cost])
     assert 1 <= worst["bbs"] < 1.1 < worst["none"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parts_of_a_batch_are_even_and_hold_the_same_samples(small_log, world):
+    rows = np.arange(40)
+    for rank in range(world):
+        plain, parted = (
+            Loader(small_log, rows, config(max_history=9, batch_size=20, parts=parts), rank=rank, world=world)
+            for parts in (1, 3)
+        )
+        for one, other in zip(plain, parted, strict=True):
+            assert sorted(ids(one)) == sorted(ids(other))
+            lengths = np.stack([s.offsets.diff().numpy() for s in one.sequences.values()])
+            assert ids(other) == [ids(one)[i] for i in in_even_parts(lengths, 3)]
+        assert plain.state_dict() == parted.state_dict()  # a position means the same with and without
 
 
 def test_shared_requests_in_a_loader(tmp_path):

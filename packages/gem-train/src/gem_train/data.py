@@ -135,8 +135,13 @@ def build(config: DataConfig, source: str) -> Path:
     return folder
 
 
-def loader(data: Data, part: str, config: DataConfig, runtime: Runtime, *, seed: int = 0) -> Loader:
-    """Batches of a part of the split ("train", "validation", "test"): in the order asked for, padded for evaluation."""
+def loader(
+    data: Data, part: str, config: DataConfig, runtime: Runtime, *, seed: int = 0, parts: int = 1
+) -> Loader:  # fmt: skip
+    """Batches of a part of the split ("train", "validation", "test"): in the order asked for, padded for evaluation.
+
+    Those of training can be cut into `parts` of about as many events.
+    """
     training = part == "train"
     options = LoaderConfig(
         batch_size=config.batch_size if training else config.eval_batch_size,
@@ -146,6 +151,7 @@ def loader(data: Data, part: str, config: DataConfig, runtime: Runtime, *, seed:
         drop_last=training,
         share_requests=training and config.share_requests,
         balance=config.balance if training else "none",
+        parts=parts if training else 1,
         prefetch=config.prefetch,
         workers=config.workers if training else 0,
         pin_memory=runtime.device.type == "cuda",

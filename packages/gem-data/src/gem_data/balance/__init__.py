@@ -14,6 +14,7 @@ from gem_data.balance.methods import (
     imbalance,
     moved,
 )
+from gem_data.balance.parts import in_even_parts
 
 __all__ = [
     "SUB_BATCH",
@@ -25,5 +26,6 @@ __all__ = [
     "check_costs",
     "deal",
     "imbalance",
+    "in_even_parts",
     "moved",
 ]

@@ -79,11 +79,13 @@ class Collator:
 
     def costs(self, rows: Any) -> NDArray[np.int64]:
         """Events of all histories of each row, [B] int64: what its sequence towers see."""
+        return self.lengths(rows).sum(0)  # type: ignore[no-any-return]
+
+    def lengths(self, rows: Any) -> NDArray[np.int64]:
+        """Events of each history of each row, [sources, B] int64."""
         index = self.log.rows(rows)
-        total = np.zeros(len(index), np.int64)
-        for name, limit in self.limits.items():
-            total += self.log.history_lengths(index, limit, name)
-        return total
+        found = [self.log.history_lengths(index, limit, name) for name, limit in self.limits.items()]
+        return np.array(found, np.int64).reshape(len(self.limits), len(index))
 
     @staticmethod
     def _requests(index: NDArray[np.int64], user: Any, time: Any) -> tuple[NDArray[np.int64], Tensor]:

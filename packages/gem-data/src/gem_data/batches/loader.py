@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from gem_data.balance import SUB_BATCH, CostFunction, LengthCost, Method, assign, budget_batches, deal
+from gem_data.balance import SUB_BATCH, CostFunction, LengthCost, Method, assign, budget_batches, deal, in_even_parts
 from gem_data.batches.batch import JaggedBatch
 from gem_data.batches.collate import Collator, MaxHistory
 from gem_data.batches.order import Cipher, permutation
@@ -29,7 +29,18 @@ Permute = Literal["sort", "cipher"]
 PIECE = 1 << 20  # samples whose costs are held at a time where a budget cuts an epoch
 
 # Not part of a position: they change neither which samples come nor when.
-_FREE = ("prefetch", "pin_memory", "workers", "restarts", "start", "share_requests", "balance", "sub_batch", "cost")
+_FREE = (
+    "prefetch",
+    "pin_memory",
+    "workers",
+    "restarts",
+    "start",
+    "share_requests",
+    "balance",
+    "sub_batch",
+    "cost",
+    "parts",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +60,8 @@ class LoaderConfig:
                  "cipher" computes it where it is needed, for logs of any size (give the rows as a `range`).
     balance      who takes which samples of a global batch in training (see `gem_data.balance`), in runs of `sub_batch`;
                  `cost` is a function of the number of events of a sample's histories, their sum by default.
+    parts        a rank's samples come in an order in which so many equal runs of them hold about as many events each
+                 (`gem_data.balance.in_even_parts`), for whoever computes a batch in parts; not with share_requests.
     share_requests  samples of one request share a history (see `JaggedBatch.requests`).
     workers      processes that collate, each `prefetch` (or 2) batches ahead; a dead one is replaced `restarts` times.
     start        how workers start: "forkserver" and "spawn" import the main script again, which has to keep what it
@@ -68,6 +81,7 @@ class LoaderConfig:
     balance: Method = "none"
     sub_batch: int = SUB_BATCH
     cost: CostFunction | None = None
+    parts: int = 1
     share_requests: bool = False
     workers: int = 0
     restarts: int = 3
@@ -77,7 +91,9 @@ class LoaderConfig:
         for name, choices in (("permute", Permute), ("balance", Method), ("start", Start)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(unknown(name, getattr(self, name), get_args(choices)))
-        least_of = {"batch_size": 1, "seed": 0, "prefetch": 0, "sub_batch": 1, "workers": 0, "restarts": 0}
+        least_of = {"batch_size": 1, "sub_batch": 1, "parts": 1} | dict.fromkeys(
+            ("seed", "prefetch", "workers", "restarts"), 0
+        )
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
@@ -216,6 +232,12 @@ class Loader:
 
     def local_rows(self, epoch: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """This rank's share of a global batch: rows [local_batch_size] and which of them are padding."""
+        rows, padding = self._share(epoch, step)
+        if self.config.parts > 1 and not self.config.share_requests and not padding.any():
+            rows = rows[in_even_parts(self._collate.lengths(rows), self.config.parts)]
+        return rows, padding
+
+    def _share(self, epoch: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         if self.config.budget is None and self.config.balance == "none":  # no need to know what the others take
             start, stop = self._bounds(epoch, step)
             first = start + self.rank * self.local_batch_size

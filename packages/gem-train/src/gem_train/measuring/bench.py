@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from gem_data import JaggedBatch
+from gem_data.balance import in_even_parts
 from gem_lowprec import convert
 from gem_model import GEM
 from gem_model.layers import Layers, one_by_one
@@ -58,6 +59,9 @@ def batches(trainer: Trainer, fill: Mapping[str, int], count: int) -> Iterator[J
     if fill:
         local = trainer.parts.train.local_batch_size
         made = half_filled(trainer.parts.inputs, local, fill, seed=trainer.runtime.rank)
+        if trainer.config.optim.accumulate > 1:  # as the data's are
+            lengths = torch.stack([s.offsets.diff() for s in made.sequences.values()]).numpy()
+            made = made.select(torch.from_numpy(in_even_parts(lengths, trainer.config.optim.accumulate)))
         if trainer.runtime.device.type == "cuda":
             made = made.pin_memory()
         return itertools.repeat(made, count)
