@@ -88,7 +88,7 @@ def test_what_is_wrong_or_raises_is_stepped_over(monkeypatch, device, capsys):
         "window-64-4096", device, passes=("forward",), only="", skip=(), peer_names=(), rounds=1, rep=1,
         ceilings=ceilings, gate_only=False,
     )  # fmt: skip
-    assert [(row["variant"], row["peers"]) for row in rows] == [("triton", {})]
+    assert [(row["variant"], row["peers"]) for row in rows] == [("triton", {"copy": rows[0]["gbps"]})]
     said = capsys.readouterr().out
     assert "bent forward is wrong" in said
     assert "peer torch forward: NotImplementedError: no windows here" in said

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from gem_kernels.bench import __main__ as bench
-from gem_kernels.bench import norms
+from gem_kernels.bench import norms, timing
 from gem_kernels.testing import relative_error
 
 
@@ -54,9 +54,9 @@ def test_rows_of_a_case(monkeypatch, device):
     small = functools.partial(norms.problem, shrink=2**13)
     monkeypatch.setattr(norms, "problem", small)
     monkeypatch.setattr(norms.timing, "captured", lambda run: run)
-    times = {"triton": 0.5, "peer torch": 2.0}
+    times = {"triton": 0.5, "peer torch": 2.0, "peer copy": 0.4}
     monkeypatch.setattr(norms.timing, "interleaved", lambda runs, rounds, rep: {name: times[name] for name in runs})
-    options = {"peer_names": ("torch",), "rounds": 1, "rep": 1, "ceilings": {"copy_tbps": 1e-3}}
+    options = {"peer_names": ("torch", "copy"), "rounds": 1, "rep": 1, "ceilings": {"copy_tbps": 1e-3}}
     passes = ("forward", "backward")
     rows = norms.measure("rms-residual-512", device, passes=passes, gate_only=False, **options)
     cost = small("rms-residual-512", device).cost
@@ -64,7 +64,7 @@ def test_rows_of_a_case(monkeypatch, device):
     for row, moved in zip(rows, (cost.forward_bytes, cost.backward_bytes), strict=True):
         assert row["gbps"] == round(moved / 0.5 / 1e6, 1)
         assert row["of_copy"] == round(row["gbps"] / 1e3 / 1e-3, 3)
-        assert row["peers"] == {"torch": round(moved / 2.0 / 1e6, 1)}
+        assert row["peers"] == {"torch": round(moved / 2.0 / 1e6, 1), "copy": round(moved / 0.4 / 1e6, 1)}
     assert norms.measure("rms-residual-512", device, passes=passes, gate_only=True, **options) == []
 
 
@@ -77,3 +77,9 @@ def test_what_is_wrong_is_stepped_over(monkeypatch, device, capsys):
     options = {"peer_names": ("torch",), "rounds": 1, "rep": 1, "ceilings": {}, "gate_only": False}
     assert norms.measure("rms-256", device, passes=("forward",), **options) == []
     assert "triton: rms-256: rms_norm forward is wrong" in capsys.readouterr().out
+
+
+def test_a_copy_of_as_many_bytes(device):
+    (copied,) = timing.copy_of(1000, device)()
+    assert copied.numel() == 500
+    assert (copied == 0).all()

@@ -326,8 +326,10 @@ def measure(
                 runs[n] = timing.captured(functools.partial(variant.do, what))
             except Exception as error:  # whatever it throws is the finding
                 print(f"  {n} {what}: {type(error).__name__}: {str(error)[:200]}")
-        times = timing.interleaved(runs, rounds=rounds, rep=rep)
         moved = p.cost.forward_bytes if what == "forward" else p.cost.backward_bytes
+        if not peer_names or "copy" in peer_names:
+            runs["peer copy"] = timing.captured(timing.copy_of(moved, device))
+        times = timing.interleaved(runs, rounds=rounds, rep=rep)
         useful = p.cost.forward_flops if what == "forward" else p.cost.backward_flops
         rates = {
             n.removeprefix("peer "): round(moved / ms / 1e6, 1) for n, ms in times.items() if n.startswith("peer ")

@@ -1,5 +1,5 @@
 """The norms suite: its cases (`norm_cases`) gated by the reference in float64 and timed beside torch's own operators,
-torch.compile, Liger and fbgemm.
+torch.compile, Liger, fbgemm, and a copy of as many bytes.
 
 Runs are captured in CUDA graphs: some take 60 us, which is what calling an operator from Python costs the CPU.
 """
@@ -116,8 +116,10 @@ def measure(
                 runs[label] = timing.captured(functools.partial(Variant(run, p.inputs).do, what))
             except Exception as error:  # whatever it throws is the finding
                 print(f"  {label} {what}: {type(error).__name__}: {str(error)[:200]}")
-        times = timing.interleaved(runs, rounds=rounds, rep=rep)
         moved = p.cost.forward_bytes if what == "forward" else p.cost.backward_bytes
+        if not peer_names or "copy" in peer_names:
+            runs["peer copy"] = timing.captured(timing.copy_of(moved, device))
+        times = timing.interleaved(runs, rounds=rounds, rep=rep)
         useful = p.cost.forward_flops if what == "forward" else p.cost.backward_flops
         rates = {n: round(moved / ms / 1e6, 1) for n, ms in times.items()}
         for backend in variants:

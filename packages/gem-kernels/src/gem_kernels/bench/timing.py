@@ -70,6 +70,15 @@ def gemm(device: torch.device) -> Run:
     return lambda: a @ b
 
 
+def copy_of(moved: int, device: torch.device) -> Run:
+    """A copy that reads and writes `moved` bytes in all: what memory gives a run of that length, its start and end
+    included, where the ceiling is that of a copy of 4 GiB.
+    """
+    source = torch.zeros(moved // 2, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return lambda: (target.copy_(source),)
+
+
 def host_us(run: Run, calls: int = 10) -> float:
     """What a call costs the CPU in microseconds, the device working behind."""
     for _ in range(3):
