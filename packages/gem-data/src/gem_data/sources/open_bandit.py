@@ -25,7 +25,7 @@ from gem_data.sources.wheel import Wheel
 
 LICENCE = (
     "Open Bandit Dataset, by ZOZO, Inc., is licensed CC BY 4.0 (https://research.zozo.com/data.html); "
-    "cite Saito et al., 2021."
+    "cite Saito et al., 2021. prior_bts.yaml is part of the Open Bandit Pipeline, Apache 2.0."
 )
 CAMPAIGNS = {"all": 80, "men": 34, "women": 46}  # items of each
 POLICIES = ("random", "bts")
