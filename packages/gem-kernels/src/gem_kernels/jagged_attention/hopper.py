@@ -2,8 +2,8 @@
 
 Rows past a sequence's end are the next sequence's: they are read, and weighted by 0, which does not keep an infinity or
 a NaN out.
-`launch_backward.choose_backward` says whether the Hopper backward or the portable one runs; with a bias it is the
-portable one. Through a narrow window the kernels of `window` run in both passes, or the portable ones.
+`launch_backward.choose_backward` says whether the Hopper backward or the portable one runs. Through a narrow window the
+kernels of `window` run in both passes, or the portable ones.
 """
 
 from __future__ import annotations
@@ -66,23 +66,31 @@ def backward(
     max_q: int, max_k: int, scale: float, left: int, right: int,
     *, config: launch_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV and an empty bias gradient; `config=None` lets `launch_backward.choose_backward` decide."""
+    """dQ, dK, dV and the bias's gradient (empty unless `bias_grad`); `config=None` lets
+    `launch_backward.choose_backward` decide.
+    """
     if config is None and bias is None and window.takes(q, k, q_offsets, left, right):
         assert q_offsets is not None
         q, scale, sign = _positive(q, scale)
         dq, dk, dv = window.backward(dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, scale, left, right)
         return (dq if sign > 0 else dq * sign), dk, dv, torch.empty(0, dtype=q.dtype, device=q.device)
-    if config is None and bias is None and not triton.narrow(left, right):
-        config = launch_backward.choose_backward(max_q, max_k, q.shape[1] // k.shape[1], left, right)
+    if config is None and not triton.narrow(left, right):
+        config = launch_backward.choose_backward(
+            max_q, max_k, q.shape[1] // k.shape[1], left, right, bias=bias is not None
+        )  # fmt: skip
     if config is None:
         return triton.backward(
             dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, bias, bias_grad, max_q, max_k, scale, left, right
         )
-    assert bias is None
-    assert not bias_grad
+    dbias = torch.empty(
+        bias.shape if bias is not None and bias_grad else 0,
+        dtype=q.dtype if bias is None else bias.dtype,
+        device=q.device,
+    )
     q, scale, sign = _positive(q, scale)
     dq, dk, dv = launch_backward.backward(
         dout, dlse, q, k, v, out, lse, q_offsets, k_offsets, max_q, max_k, scale,
         act="softmax", out_scale=1.0, left=left, right=right, config=config,
+        bias=bias, bias_grad=dbias if bias_grad else None,
     )  # fmt: skip
-    return (dq if sign > 0 else dq * sign), dk, dv, torch.empty(0, dtype=q.dtype, device=q.device)
+    return (dq if sign > 0 else dq * sign), dk, dv, dbias
