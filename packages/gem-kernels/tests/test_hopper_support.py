@@ -86,24 +86,19 @@ def test_loops_over_tiles_carry_the_whole_record() -> None:
         # consumers: step, tile, rows, the buffer before, in turns the block; loaders: place in the list, tile and then
         # step, tile, rows
         "forward d64 3x128 [4, 4, 4, 2, 3]",
-        "forward d64 3x128-lazy [4, 4, 4, 2, 3]",
         "forward d64 3x128-lean [4, 4, 4, 2, 3]",
         "forward d64 3x128-lean causal [4, 4, 4, 2, 3]",
         "forward d64 3x128-lean window [4, 4, 4, 2, 3]",
         "forward d64 3x64 [5, 5, 5, 2, 3]",
         "forward d64 3x64 bias [5, 5, 5, 2, 3]",
         "forward d64 3x64 causal bias [5, 5, 5, 2, 3]",
-        "forward d64 3x64-lazy [5, 5, 5, 2, 3]",
-        "forward d64 3x64-ahead [5, 5, 5, 2, 3]",
-        "forward d64 3x64-ahead bias [5, 5, 5, 2, 3]",
-        "forward d64 3x64-ahead-lazy [5, 5, 5, 2, 3]",
+        "forward d64 3x64-once [5, 5, 5, 2, 3]",
         # consumers: step, visit and the tile's rows; the loader: tile, step, visit and records; then dQ from dS
         *(
             f"{kernel}{mask}{bias} {carried}"
             for mask in ("", " causal", " window")
             for kernel, bias, carried in (
                 ("backward d64 stream", "", [3, 3, 3, 4]),
-                ("backward d64 together", "", [5, 5, 5, 4]),  # with the word that is owed
                 ("backward d64 short-keys", "", [1, 1]),
                 ("backward d64 short-queries", "", [1, 1]),
                 ("backward d64 stream", " bias", [3, 3, 4]),  # two consumers
@@ -141,6 +136,9 @@ def test_every_choice_is_a_configuration_that_is_tested() -> None:
             assert chosen.step == step
             assert launch.choose_forward(*sizes, softmax=softmax, masked=True) in launch.FORWARD.values()
     assert launch.choose_forward(512, 512, 1024, 1024, softmax=True, masked=True, bias=True).step == 64
+    for max_k, masked, once in ((64, False, True), (65, False, False), (64, True, False)):
+        chosen = launch.choose_forward(500, 30, 1024, max_k, softmax=True, masked=masked)
+        assert (chosen is launch.FORWARD["3x64-once"]) == once
 
 
 @pytest.mark.parametrize("limit", [1, 1 << 20, 1 << 40])

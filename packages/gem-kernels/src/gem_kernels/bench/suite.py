@@ -152,12 +152,11 @@ def _hopper_names(case: Case, act: str | None) -> tuple[list[str], list[str]]:
     from gem_kernels.hopper import launch_backward
 
     if case.bias:
-        return ["3x64", "3x64-ahead"], ["stream", f"stream{WITH_DBIAS}"]
+        return ["3x64"], ["stream", f"stream{WITH_DBIAS}"]
     fitting = [name for name, way in launch_backward.BACKWARD.items() if way.fits(case.max_q, case.max_k)]
     if max(case.window) >= 0:
         return ["3x128", "3x128-lean"], fitting
-    softmax = ["3x128-lazy", "3x64-lazy", "3x64-ahead-lazy"]
-    return ["3x128", "3x64", "3x64-ahead"] + (softmax if act is None else []), fitting
+    return ["3x128", "3x64"] + ["3x64-once"] * (case.max_k <= 64), fitting
 
 
 def _baseline(p: Problem) -> Variant:

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem_kernels.hopper.backward_bias import bias_at
-from gem_kernels.hopper.backward_block import BLOCK, in_sight, put_rows
+from gem_kernels.hopper.backward_block import BLOCK, clear_rows, in_sight, put_rows
 from gem_kernels.hopper.backward_keys import head_of_queries, pass_by
 from gem_kernels.hopper.exchange import pack, take, tile_row, unpack
 from gem_kernels.hopper.records import FIELDS, RECORDS
@@ -163,9 +163,11 @@ def _consumer(
             if mine > 0:
                 k = k_buf.index(slot * NC + W)
                 v = v_buf.index(slot * NC + W)
+                if ACT != "softmax":
+                    clear_rows(k.reshape([BLOCK, D]), mine, D)
+                    clear_rows(v.reshape([BLOCK, D]), mine, D)
                 begin, end = in_sight(diagonal + W * BLOCK, right, left, n, RIGHT, LEFT)
                 ds_row += ((first_block + W) % key_blocks + begin * key_blocks) * BLOCK
-                nothing = (dk_ptr, 0)  # nobody waits for dS
                 dk = gl.zeros([BLOCK, D], gl.float32, AL)
                 dv = gl.zeros([BLOCK, D], gl.float32, AL)
                 steps = (begin, end, n)
@@ -177,8 +179,8 @@ def _consumer(
                     at = ds_row + g * window_blocks * key_blocks * BLOCK
                     dk, dv, step = head_of_queries(
                         dk, dv, k.reshape([BLOCK, D]), v.reshape([BLOCK, D]), step, steps, left_over,
-                        (ds_buf.index(W), ds_desc, at, key_blocks * BLOCK), (before, (visit > 0) & (g == 0), nothing),
-                        (scale, mask), place, buffers, barriers, NC, D, QS, DS, ACT, LEFT, RIGHT, False,
+                        (ds_buf.index(W), ds_desc, at, key_blocks * BLOCK), (before, (visit > 0) & (g == 0)),
+                        (scale, mask), place, buffers, barriers, NC, D, QS, DS, ACT, LEFT, RIGHT,
                         bias[0].dtype.element_ty, BIAS,
                     )  # fmt: skip
                 at_row = k_row + W * BLOCK

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from gem_kernels.hopper.activations import activate_with_grad
+from gem_kernels.hopper.activations import activate_with_slope, times_slope
 
 BLOCK = gl.constexpr(64)  # rows of either side of a block of dS, and of what one product makes
 
@@ -65,7 +65,8 @@ def weights(
     ACT: gl.constexpr, SL: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """P^T of a step, 0 for queries past the sequence's end (softmax: by their statistics), and what dP^T is multiplied
-    by: P^T again, or the activation's slope. Only the LAST step may have queries past the end.
+    by: P^T again, or the activation's slope (`activations.times_slope`). Only the LAST step may have queries past the
+    end.
     """
     if ACT == "softmax":
         if LEFT or RIGHT:  # noqa: SIM102 - the first is decided by the compiler
@@ -77,7 +78,7 @@ def weights(
         if LEFT or RIGHT or LAST:  # noqa: SIM102
             if _at_edge(d, mask, LEFT, RIGHT) | (q_left < BLOCK):  # every activation maps 0 to 0
                 S = gl.where(_seen(d, q_left, BLOCK, mask, SL, LEFT, RIGHT), S, 0.0)
-        p, slope = activate_with_grad(S * scale, ACT)
+        p, slope = activate_with_slope(S * scale, ACT)
     return p, slope
 
 
@@ -86,17 +87,30 @@ def score_gradient(
     slope, dP, delta, q_left, k_left, d, mask,
     ACT: gl.constexpr, SL: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """dS^T of a step, 0 for keys past the sequence's end and where a query does not see a key."""
+    """dS^T of a step, 0 for keys past the sequence's end and where a query does not see a key; with an activation
+    `activations.slope_unit` is its unit, and those keys and their values are 0 (`clear_rows`), so that dP^T is.
+    """
     if ACT == "softmax":
         ds = slope * (dP - delta[None, :])
+        if k_left < BLOCK:
+            ds = gl.where((gl.arange(0, BLOCK, gl.SliceLayout(1, SL)) < k_left)[:, None], ds, 0.0)
     else:
-        ds = slope * dP
-    if ACT != "softmax" and (LEFT or RIGHT or LAST):
-        if _at_edge(d, mask, LEFT, RIGHT) | (q_left < BLOCK) | (k_left < BLOCK):
-            ds = gl.where(_seen(d, q_left, k_left, mask, SL, LEFT, RIGHT), ds, 0.0)
-    elif k_left < BLOCK:
-        ds = gl.where((gl.arange(0, BLOCK, gl.SliceLayout(1, SL)) < k_left)[:, None], ds, 0.0)
+        ds = times_slope(slope, dP, ACT)
+        if LEFT or RIGHT or LAST:  # noqa: SIM102
+            if _at_edge(d, mask, LEFT, RIGHT) | (q_left < BLOCK):
+                ds = gl.where(_seen(d, q_left, BLOCK, mask, SL, LEFT, RIGHT), ds, 0.0)
     return ds
+
+
+@gluon.jit
+def clear_rows(block, rows, D: gl.constexpr):
+    """Zeros behind the first `rows` of a block [BLOCK, D] in shared memory, where TMA brought the next sequence's."""
+    if rows < BLOCK:
+        RL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        own = (gl.arange(0, BLOCK, gl.SliceLayout(1, RL)) < rows)[:, None]
+        x = block.load(RL)
+        block.store(gl.where(own, x, gl.zeros_like(x)))
+        fence_async_shared()
 
 
 @gluon.jit

@@ -19,35 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem_kernels.hopper.backward_bias import biased, load_bias
-from gem_kernels.hopper.backward_block import BLOCK, in_sight, product, put_rows, score_gradient, weights
-
-threads_meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name from triton 3.7 on
+from gem_kernels.hopper.backward_block import BLOCK, product, score_gradient, weights
 
 
 @gluon.jit
-def settle(before, has_before, word, TOGETHER: gl.constexpr):
-    """What the tile before left in its buffers of K and V has gone out, so that they may be loaded anew; and, where one
-    is owed, a word to `backward_loader` that this consumer's part of dS of a (sequence, head) is in memory.
-
-    That is all but the last two stores by TMA, which are those of dV and dK. It is said here, a tile later, because it
-    takes a fence, which ends while a product is under way.
-    """
-    if TOGETHER:
-        told_ptr, owed = word
-        gl.inline_asm_elementwise("cp.async.bulk.wait_group 2; mov.b32 $0, $1;", "=r,r", [owed], gl.int32, False, 1)
-        threads_meet()  # after the wait of the thread that issues stores
-        gl.atomic_add(told_ptr + owed, 1, mask=owed >= 0, sem="release", scope="gpu")
+def settle(before, has_before):
+    """What the tile before left in its buffers of K and V has gone out: they may be loaded anew."""
     tma.store_wait(0)
     mbarrier.arrive(before, count=1, pred=has_before)
-
-
-@gluon.jit
-def _no_stores():
-    """Two stores by TMA that have nothing to do, so that `settle` need not know who stored dV and dK."""
-    nothing = gl.to_tensor(0)
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.commit_group; cp.async.bulk.commit_group; mov.b32 $0, $1;", "=r,r", [nothing], gl.int32, False, 1
-    )
 
 
 @gluon.jit
@@ -114,7 +93,7 @@ def _step(
 def head_of_queries(
     dk, dv, k, v, step, steps, left_over, out, release, problem, bias, buffers, barriers,
     NC: gl.constexpr, D: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr,
-    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TOGETHER: gl.constexpr,
+    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     HALF: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """What one head's queries add to dK and dV of 64 keys, and their dS. BIAS: `bias` is that of these keys for the
@@ -123,7 +102,7 @@ def head_of_queries(
     begin, end, n = steps
     q_left, mine, d0 = left_over
     ds_buf, ds_desc, ds_row, ds_step = out
-    before, has_before, word = release
+    before, has_before = release
     q_buf, _do_buf, _k_buf, _v_buf, _rows_buf = buffers
     q_full, _do_full, step_empty, _kv_full, _kv_empty = barriers
     SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -135,7 +114,7 @@ def head_of_queries(
         b = 0
         if BIAS:  # under the product
             b = load_bias(bias, begin * BLOCK, q_left - begin * BLOCK, mine, SL, BIAS)
-        settle(before, has_before, word, TOGETHER)
+        settle(before, has_before)
         S = warpgroup_mma_wait(0, deps=(S,))
         for i in range(begin, end - 1):
             dv, P, dS = _step(
@@ -168,68 +147,7 @@ def head_of_queries(
         dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(dv, dk, P, dS))
         mbarrier.arrive(step_empty.index(o), count=1)
     else:
-        settle(before, has_before, word, TOGETHER)
+        settle(before, has_before)
     if LEFT or RIGHT:
         step = pass_by(step, n - end, barriers, QS, DS)
     return dk, dv, step
-
-
-@gluon.jit
-def key_tile(
-    W: gl.constexpr, tile, step, visit, word, outputs, problem, buffers, ds_buf, barriers, mask,
-    D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, QS: gl.constexpr, DS: gl.constexpr, GROUP: gl.constexpr,
-    ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-):  # fmt: skip
-    """dK and dV stay in registers while blocks of queries pass by, those of every head that reads these keys; dS goes
-    out block after block, dK and dV at the end through the buffers of K and V. Returns the steps so far, and the place
-    of the word that is owed for this tile, see `settle`.
-    """
-    told_ptr, owed = word
-    ds_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride = outputs
-    scale, v_scale, k_scale, workspace = problem
-    _query_blocks, window_blocks, key_blocks = workspace
-    k_row, rows, q_left, n, head, ds_block, diagonal, place = tile
-    left, right = mask
-    _q_buf, _do_buf, k_buf, v_buf, _rows_buf = buffers
-    _q_full, _do_full, _step_empty, kv_full, kv_empty = barriers
-    AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    dtype: gl.constexpr = dk_ptr.dtype.element_ty
-    mine = rows - W * BLOCK
-    slot = visit % 2
-    before = kv_empty.index(1 - slot)
-    mbarrier.wait(kv_full.index(slot * NC + W), (visit // 2) & 1)
-    if mine > 0:
-        k = k_buf.index(slot * NC + W)
-        v = v_buf.index(slot * NC + W)
-        begin, end = in_sight(diagonal + W * BLOCK, right, left, n, RIGHT, LEFT)
-        first = ds_block % key_blocks  # where the tile's first block of keys has its place
-        ds_row = (ds_block - first + (first + W) % key_blocks + begin * key_blocks) * BLOCK
-        dk = gl.zeros([BLOCK, D], gl.float32, AL)
-        dv = gl.zeros([BLOCK, D], gl.float32, AL)
-        steps = (begin, end, n)
-        left_over = (q_left, mine, diagonal + W * BLOCK)
-        for g in range(GROUP):
-            at = ds_row + g * window_blocks * key_blocks * BLOCK
-            dk, dv, step = head_of_queries(
-                dk, dv, k.reshape([BLOCK, D]), v.reshape([BLOCK, D]), step, steps, left_over,
-                (ds_buf.index(W), ds_desc, at, key_blocks * BLOCK),
-                (before, (visit > 0) & (g == 0), (told_ptr, gl.where(g == 0, owed, -1))),
-                (scale, mask), 0, buffers, barriers, NC, D, QS, DS, ACT, LEFT, RIGHT, True, dtype, 0,
-            )  # fmt: skip
-        at_row = k_row + W * BLOCK
-        k_out = k.reshape([BLOCK, D])
-        v_out = v.reshape([BLOCK, D])
-        v_out.store((dv * v_scale).to(dtype))
-        k_out.store((dk * k_scale).to(dtype))
-        if mine >= BLOCK:
-            fence_async_shared()
-            tma.async_copy_shared_to_global(dv_desc, [at_row, head, 0], v)
-            tma.async_copy_shared_to_global(dk_desc, [at_row, head, 0], k)
-        else:
-            _no_stores()
-            put_rows(dv_ptr, stride, v_out, at_row, head * DIM, mine, D, DIM)
-            put_rows(dk_ptr, stride, k_out, at_row, head * DIM, mine, D, DIM)
-    else:
-        settle(before, visit > 0, (told_ptr, owed), True)
-        step = pass_by(step, n * GROUP, barriers, QS, DS)
-    return step, gl.where(mine > 0, place, -1)

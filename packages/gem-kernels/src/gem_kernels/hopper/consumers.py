@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gem_kernels.hopper.ahead import steps_ahead
 from gem_kernels.hopper.exchange import unpack
+from gem_kernels.hopper.once import one_step
 from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, apart, steps_of
 from gem_kernels.hopper.softmax import load_bias, partial, weights
 
@@ -141,7 +141,7 @@ def _pass(step, n, barriers, KS: gl.constexpr, LEAN: gl.constexpr):
 def _step(
     q, k, v, acc, m, total, scale, step, before, key, position, k_len, window, barriers, bias,
     DIM: gl.constexpr, N: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, EDGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """N keys: one product after the other, which needs few registers, so that a third consumer fits, and hides under
     the others. EDGES: some of the keys may be hidden. LEAN: K and V come and go together, by `k_full` and `k_empty`.
@@ -168,7 +168,7 @@ def _step(
         mbarrier.arrive(before_empty, count=1)
     if EDGES:
         S = _hidden(S, key, position, k_len, window, N, SL, ACT, LEFT, RIGHT)
-    p, acc, m, total = weights(S, acc, m, total, scale, SL, OL, ACT, MASKED, LEAN, LAZY)
+    p, acc, m, total = weights(S, acc, m, total, scale, SL, OL, ACT, MASKED, LEAN)
     P = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, OL, 2))
     if not LEAN:
         mbarrier.wait(v_full.index(s), phase)
@@ -205,7 +205,7 @@ def _range(first, rows, k_len, lo, shorts, wholes, window, BN: gl.constexpr, LEF
 def _steps(
     block, acc, m, total, scale, step, steps, before, window, buffers, barriers, bias_at, SHORT: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """All steps of one block: the short ones first, those that its rows see nothing of passed over."""
     slot, first, mine = block
@@ -230,7 +230,7 @@ def _steps(
         acc, m, total = _step(
             q, k, v, acc, m, total, scale, step + i, (before_empty, settle),
             lo + wholes * BN + (shorts - 1 - i) * BLOCK, first, k_len, window, barriers, bias_at,
-            DIM, BLOCK, KS, OL, ACT, True, LEFT, RIGHT, LEAN, LAZY, BIAS,
+            DIM, BLOCK, KS, OL, ACT, True, LEFT, RIGHT, LEAN, BIAS,
         )  # fmt: skip
     if MASKED:
         _pass(step + shorts, begin, barriers, KS, LEAN)
@@ -241,7 +241,7 @@ def _steps(
         acc, m, total = _step(
             q, k_buf.index(s).reshape([BN, D]), v_buf.index(s).reshape([BN, D]), acc, m, total, scale,
             step + shorts + i, (before_empty, settle), lo + (wholes - 1 - i) * BN, first,
-            k_len, window, barriers, bias_at, DIM, BN, KS, OL, ACT, MASKED, LEFT, RIGHT, LEAN, LAZY, BIAS,
+            k_len, window, barriers, bias_at, DIM, BN, KS, OL, ACT, MASKED, LEFT, RIGHT, LEAN, BIAS,
         )  # fmt: skip
     if MASKED:
         _pass(step + shorts + end, wholes - end, barriers, KS, LEAN)
@@ -253,13 +253,13 @@ def consume(
     W, scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr,
     TURNS: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr,
-    LAZY: gl.constexpr, AHEAD: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    ONCE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile: the first consumer the first, and so on. SHORT: the layout of a short step of K and V.
 
     TURNS: a tile's first block goes to the consumer after that which took the last block of the tile before. So none is
     idle for long where tiles have fewer blocks than there are consumers: it is ahead of the others, by as many steps as
-    the rings hold.
+    the rings hold. ONCE: no tile has more than one step.
     """
     record, record_full, record_empty = records
     q_buf, _k_buf, _v_buf = buffers
@@ -297,15 +297,15 @@ def consume(
                     at = sequence * bias_batch + head.to(gl.int64) * bias_head
                     bias_at = (bias_ptr + at * BIAS, bias_row * BIAS, row + w * BLOCK, max_q - 1)
                 settle = (q_empty.index(before), tile > 0)
-                if AHEAD:
-                    acc, m, total = steps_ahead(
-                        q_buf.index(slot).reshape([BLOCK, D]), buffers, acc, m, scale, step, n, settle, k_len, barriers,
-                        bias_at, D, KS, OL, ACT, LAZY, BIAS,
+                if ONCE:
+                    acc, m, total = one_step(
+                        q_buf.index(slot).reshape([BLOCK, D]), buffers, scale, step, settle, k_len, barriers,
+                        D, KS, OL, ACT,
                     )  # fmt: skip
                 else:
                     acc, m, total = _steps(
                         (slot, first, mine), acc, m, total, scale, step, (lo, shorts, wholes, k_len), settle, window,
-                        buffers, barriers, bias_at, SHORT, BN, D, DIM, KS, OL, ACT, LEFT, RIGHT, LEAN, LAZY, BIAS,
+                        buffers, barriers, bias_at, SHORT, BN, D, DIM, KS, OL, ACT, LEFT, RIGHT, LEAN, BIAS,
                     )  # fmt: skip
                 _finish(
                     acc, m, total, out, q_buf.index(slot), out_row, mine, head, D, DIM, OL, ACT, MASKED or BIAS > 0,

@@ -32,9 +32,7 @@ class ForwardConfig:
     turns: the consumers take blocks in turn, so that none is idle for long where tiles have few of them; that needs
     stages to be ahead by.
     lean: K and V of a step share barriers, and rows are reduced with less waiting (`consumers`).
-    lazy: O is rescaled only where a maximum grows by more than a factor of 2^8.
-    ahead: the scores of the next step are under way during a softmax (`gem_kernels.hopper.ahead`); steps of 64 keys,
-    without masks and biases.
+    once: a block has one step (`once`): for at most `step` keys a sequence, without masks and biases.
     """
 
     consumers: int
@@ -42,13 +40,16 @@ class ForwardConfig:
     stages: int
     turns: bool = False
     lean: bool = False
-    lazy: bool = False
-    ahead: bool = False
+    once: bool = False
 
     @property
     def shape(self) -> TileShape:
         """The tile shape for the schedule."""
         return TileShape(consumers=self.consumers, step=self.step)
+
+    def fits(self, max_k: int, *, masked: bool = False, bias: bool = False) -> bool:
+        """Whether this configuration can do sequences of up to `max_k` keys."""
+        return not self.once or (max_k <= self.step and not masked and not bias)
 
     def constants(
         self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False,
@@ -58,19 +59,16 @@ class ForwardConfig:
         return {
             "BN": self.step, "D": padded(dim), "DIM": dim, "NC": self.consumers, "KS": self.stages,
             "QS": 2, "TURNS": self.turns, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared,
-            "REGS": 160, "LOADER_REGS": 32, "LEAN": self.lean, "LAZY": self.lazy,
-            "AHEAD": self.ahead, "BIAS": bias, "RESIDUAL": residual,
+            "REGS": 160, "LOADER_REGS": 32, "LEAN": self.lean, "ONCE": self.once,
+            "BIAS": bias, "RESIDUAL": residual,
         }  # fmt: skip
 
 
 FORWARD = {
     "3x128": ForwardConfig(consumers=3, step=128, stages=2),
-    "3x128-lazy": ForwardConfig(consumers=3, step=128, stages=2, lazy=True),
     "3x128-lean": ForwardConfig(consumers=3, step=128, stages=2, lean=True),
     "3x64": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True),
-    "3x64-lazy": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True, lazy=True),
-    "3x64-ahead": ForwardConfig(consumers=3, step=64, stages=4, turns=True, ahead=True),
-    "3x64-ahead-lazy": ForwardConfig(consumers=3, step=64, stages=4, turns=True, ahead=True, lazy=True),
+    "3x64-once": ForwardConfig(consumers=3, step=64, stages=4, turns=True, once=True),
 }
 
 
@@ -83,6 +81,8 @@ def choose_forward(
     fewer blocks than there are consumers, and where memory is the bound anyway (learned queries, very short keys);
     elsewhere 128.
     """
+    if FORWARD["3x64-once"].fits(max_k, masked=masked, bias=bias):
+        return FORWARD["3x64-once"]
     if bias:  # which takes registers
         return FORWARD["3x64"]
     if masked:
@@ -136,14 +136,15 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of `x` [T, H, D] in blocks of `rows` rows of one head, D filled up with zeros to `padded(D)`.
+    """TMA descriptor of `x` [T, H, D] in blocks of `rows` rows of one head, D filled up with zeros to `padded(D)`."""
+    strides = [x.stride(0), x.stride(1) if x.shape[1] > 1 else x.shape[2], 1]
+    return descriptor(x, list(x.shape), strides, (rows, 1, padded(x.shape[2])))
 
-    Made without its checks, of which a call would pay for six: `readable` is stricter.
-    """
-    block = (rows, 1, padded(x.shape[2]))
+
+def descriptor(x: Tensor, shape: list[int], strides: list[int], block: tuple[int, ...]) -> TensorDescriptor:
+    """Made without the checks of its constructor, of which a call would pay for up to ten: `readable` is stricter."""
     made = TensorDescriptor.__new__(TensorDescriptor)
-    made.base, made.shape = x, list(x.shape)
-    made.strides = [x.stride(0), x.stride(1) if x.shape[1] > 1 else x.shape[2], 1]
+    made.base, made.shape, made.strides = x, shape, strides
     made.block_shape, made.layout, made.padding = list(block), _layout(block, x.dtype), "zero"
     return made
 
@@ -187,6 +188,7 @@ def forward(
     config = config or choose_forward(
         total / batch, k.shape[0] / batch, max_q, max_k, softmax=softmax, masked=masked, bias=bias is not None
     )
+    assert config.fits(max_k, masked=masked, bias=bias is not None)
     own = torch.arange(2, device=q.device) * length if q_offsets is None else q_offsets
     if tiles is None:
         tiles = tile_lists.build(own, k_offsets, total, heads, config.shape, shared_own=shared)

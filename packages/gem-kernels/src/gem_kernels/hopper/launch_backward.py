@@ -12,19 +12,26 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gem_kernels.hopper import backward_tiles
 from gem_kernels.hopper import tiles as tile_lists
+from gem_kernels.hopper.activations import slope_unit
 from gem_kernels.hopper.backward import backward_kernel
 from gem_kernels.hopper.bias_gradient import AHEAD, bias_gradient_kernel
 from gem_kernels.hopper.first_call import Launch, build
-from gem_kernels.hopper.launch import LOG2E, _bias_arguments, head_descriptor, on_its_device, padded, programs, readable
+from gem_kernels.hopper.launch import (
+    LOG2E,
+    _bias_arguments,
+    descriptor,
+    head_descriptor,
+    on_its_device,
+    padded,
+    programs,
+    readable,
+)
 from gem_kernels.hopper.pre_post import clear_without_keys, row_statistics
 from gem_kernels.hopper.query_gradient import query_gradient_kernel
 from gem_kernels.hopper.short_backward import short_backward_kernel
-from gem_kernels.hopper.together import together_kernel
 from gem_kernels.projections import side_by_side
 from gem_kernels.schedule import TileShape
 
@@ -39,14 +46,11 @@ WHOLE = 1 << 16  # row groups of a tile that is a whole (sequence, head)
 class BackwardConfig:
     """own: "keys" or "queries" for one kernel that does everything, where all sequences have at most 64 of them; else
     None: dK, dV and dS first, then dQ from dS, of which at most `workspace` bytes are kept at a time (None: a tenth of
-    the GPU's memory), or twice what the longest sequence needs if that is more. together: both in one kernel, dQ of a
-    sequence `lag` tiles of keys for each program behind its dS.
+    the GPU's memory), or twice what the longest sequence needs if that is more.
     """
 
     own: str | None = None
     workspace: int | None = None
-    together: bool = False
-    lag: int = 1
 
     def fits(self, max_q: int, max_k: int, group: int = 1) -> bool:
         """Whether this configuration can do sequences of these lengths, with `group` query heads on a key head."""
@@ -62,24 +66,21 @@ class BackwardConfig:
         self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False,
         bias: int = 0,
     ) -> dict[str, Any]:  # fmt: skip
-        """The compile-time arguments of `backward_kernel`, `together_kernel` or `short_backward_kernel`."""
+        """The compile-time arguments of `backward_kernel` or `short_backward_kernel`."""
         common = {
             "D": padded(dim), "DIM": dim, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared
         }  # fmt: skip
         if self.own is not None:
             return {**common, "MS": 2, "OWN": self.own}
         three = self.consumers(dim, bias > 0) == 3
-        assert not (self.together and bias)
         return {
-            **common, **({} if self.together else {"BIAS": bias}),
-            "NC": 3 if three else 2, "QS": 4 if three else 3, "DS": 3 if three else 2,
+            **common, "BIAS": bias, "NC": 3 if three else 2, "QS": 4 if three else 3, "DS": 3 if three else 2,
             "REGS": 160 if three else 240, "LOADER_REGS": 32 if three else 24,
         }  # fmt: skip
 
 
 BACKWARD = {
     "stream": BackwardConfig(),
-    "together": BackwardConfig(together=True),
     "short-keys": BackwardConfig(own="keys"),
     "short-queries": BackwardConfig(own="queries"),
 }
@@ -87,7 +88,7 @@ BACKWARD = {
 
 def kernel_of(config: BackwardConfig) -> Any:
     """The kernel that a configuration's constants are for."""
-    return short_backward_kernel if config.own else together_kernel if config.together else backward_kernel
+    return short_backward_kernel if config.own else backward_kernel
 
 
 def bias_arguments(bias: Tensor | None, other: Tensor) -> tuple[int, tuple[Any, ...]]:
@@ -114,10 +115,10 @@ def memory(device: torch.device) -> int:
 
 def keys_in_sight(max_k: int, left: int, right: int) -> int:
     """The key blocks, of 64, that a block of 64 queries can see at most."""
-    blocks = triton.cdiv(max_k, BLOCK)
+    blocks = -(-max_k // BLOCK)
     if left < 0 or right < 0:
         return blocks
-    return min(blocks, triton.cdiv(left + right + BLOCK - 1, BLOCK) + 1)
+    return min(blocks, -(-(left + right + BLOCK - 1) // BLOCK) + 1)
 
 
 def choose_backward(
@@ -162,7 +163,7 @@ class Workspace:
     ) -> Workspace:
         """As few windows as fit in `limit` bytes, but none shorter than the longest sequence."""
         query_blocks, key_blocks = total_q // BLOCK + batch, keys_in_sight(max_k, left, right)
-        longest = triton.cdiv(max_q, BLOCK)
+        longest = -(-max_q // BLOCK)
         fit = limit // (heads * key_blocks * BLOCK * BLOCK * 2) - longest
         return cls(query_blocks, key_blocks, longest, min(max(fit, longest, 1), query_blocks))
 
@@ -206,7 +207,7 @@ def backward(
         max_q, max_k, scale, act, out_scale,
         min(left, max_q + max_k), min(right, max_q + max_k), group, q_offsets is None, bias, bias_grad,
     )  # fmt: skip
-    run = _short if config.own else _together if config.together else _stream
+    run = _short if config.own else _stream
     run(problem, config, dq, dk, dv)
     if q_offsets is None:
         dq = dq.view(batch, *q.shape).sum(0, dtype=torch.float32).to(q.dtype)
@@ -248,6 +249,11 @@ class _Problem:
         """What the kernels multiply scores with: they take powers of 2."""
         return self.scale * LOG2E if self.act == "softmax" else self.scale
 
+    @property
+    def gradient_scale(self) -> float:
+        """The factor of dQ and dK: dS is in units of `slope_unit`."""
+        return self.scale * self.out_scale * slope_unit(self.act)
+
     def constants(self, config: BackwardConfig) -> dict[str, Any]:
         """The compile-time arguments of the kernels of `config`."""
         return config.constants(
@@ -272,7 +278,7 @@ class _Problem:
         assert o.stride(2) == dout.stride(2) == 1
         heads, dim = dout.shape[1:]
         rows = torch.empty(heads * query_blocks * 2 * BLOCK, dtype=torch.float32, device=dout.device)
-        row_statistics[(triton.cdiv(self.max_q, BLOCK), self.q_offsets.shape[0] - 1)](
+        row_statistics[(-(-self.max_q // BLOCK), self.q_offsets.shape[0] - 1)](
             o, dout, self.lse.contiguous(), self.lse if self.dlse is None else self.dlse.contiguous(), rows,
             self.q_offsets, query_blocks, o.stride(0), dout.stride(0), o.stride(1), dout.stride(1),
             H=heads, D=dim, COLS=triton.next_power_of_2(dim),
@@ -282,8 +288,7 @@ class _Problem:
 
 
 def _loads(p: _Problem, rows: Tensor) -> tuple[TensorDescriptor, ...]:
-    layout = gl.NVMMASharedLayout.get_default_for([BLOCK], gl.float32)
-    statistics = TensorDescriptor(rows, [rows.numel()], [1], [BLOCK], layout)
+    statistics = descriptor(rows, [rows.numel()], [1], (BLOCK,))
     return (*(head_descriptor(x, BLOCK) for x in (p.q, p.k, p.v, p.dout)), statistics)
 
 
@@ -302,7 +307,7 @@ def _short(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tens
     short_backward_kernel[(2 * programs(dq.device),)](
         *loads, *(head_descriptor(x, BLOCK) for x in (dq, dk, dv)),
         dq, dk, dv, heads * dim, dk.stride(0), tiles.table, tiles.count, query_blocks, p.left, p.right,
-        p.inner_scale, p.scale * p.out_scale, p.out_scale, p.scale * p.out_scale,
+        p.inner_scale, p.gradient_scale, p.out_scale, p.gradient_scale,
         **p.constants(config), num_warps=4, maxnreg=128,
     )  # fmt: skip
 
@@ -332,12 +337,12 @@ def _stream(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Ten
             Launch(kernel=backward_kernel, grid=grid, constants=constants, arguments=(
                 *loads, ds, dk_out, dv_out, dk, dv, dk.stride(0),
                 tiles.table, tiles.count, tiles.cursor, p.k_offsets if masked else tiles.count,
-                first, last, work.query_blocks, *window[2:], p.inner_scale, p.out_scale, p.scale * p.out_scale, *bias,
+                first, last, work.query_blocks, *window[2:], p.inner_scale, p.out_scale, p.gradient_scale, *bias,
             )),
             Launch(kernel=query_gradient_kernel, grid=grid, constants=dq_constants, arguments=(
                 ds, loads[1], dq_out, dq, heads * dim,
                 dq_tiles.table, dq_tiles.count, dq_tiles.cursor, p.q_offsets if masked else tiles.count,
-                *window, p.scale * p.out_scale,
+                *window, p.gradient_scale,
             )),
         ]  # fmt: skip
         if dbias is not None:
@@ -353,7 +358,7 @@ def _stream(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Ten
 def _bias_gradient(p: _Problem, dS: Tensor, dbias: Tensor, window: tuple[int, ...]) -> Launch:
     """What a window's dS adds to the bias's gradient; the first window's sets it."""
     own_batch, own_heads, max_q, max_k = dbias.shape
-    tiles = triton.cdiv(max_q, BLOCK) * triton.cdiv(max_k, BLOCK)
+    tiles = -(-max_q // BLOCK) * -(-max_k // BLOCK)
     constants = {
         "HEADS": p.q.shape[1], "ALL_BATCH": own_batch == 1, "ALL_HEADS": own_heads == 1, "LEFT": p.left >= 0,
         "RIGHT": p.right >= 0, "ADD": own_batch == 1 and window[0] > 0, "AHEAD": AHEAD, "num_warps": 4,
@@ -362,24 +367,3 @@ def _bias_gradient(p: _Problem, dS: Tensor, dbias: Tensor, window: tuple[int, ..
     return Launch(kernel=bias_gradient_kernel, grid=(tiles * own_batch * own_heads,), constants=constants, arguments=(
         dS, dbias, p.q_offsets, p.k_offsets, batch, max_q, max_k, tiles, *window,
     ))  # fmt: skip
-
-
-def _together(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """dK, dV, dS and dQ in one kernel, window by window."""
-    heads, dim = dq.shape[1:]
-    kv_heads, grid = p.k.shape[1], programs(dq.device)
-    work = p.workspace(config.workspace)
-    loads = _loads(p, p.statistics(work.query_blocks, True))
-    blocks = heads * work.window_blocks * work.key_blocks
-    ds = torch.empty(blocks * BLOCK, 1, BLOCK, dtype=dq.dtype, device=dq.device)
-    tiles = backward_tiles.build(
-        p.q_offsets, p.k_offsets, dq.shape[0], p.k.shape[0], heads, kv_heads, config.consumers(dim), grid, config.lag
-    )
-    for first, last in work.windows:
-        together_kernel[(grid,)](
-            *loads, *(head_descriptor(x, BLOCK) for x in (ds, dq, dk, dv)), dq, dk, dv, heads * dim, dk.stride(0),
-            tiles.table, tiles.count, tiles.cursor, tiles.told, p.q_offsets, p.k_offsets, kv_heads,
-            first, last, work.query_blocks, work.window_blocks, work.key_blocks, p.left, p.right,
-            p.inner_scale, p.scale * p.out_scale, p.out_scale, p.scale * p.out_scale,
-            **p.constants(config), num_warps=4,
-        )  # fmt: skip

@@ -14,7 +14,7 @@ from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, steps_of
 def load_queries(
     inputs, records, q_buf, q_full, q_empty, window,
     BN: gl.constexpr, NC: gl.constexpr, QS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    SHARED: gl.constexpr, BIAS: gl.constexpr,
+    SHARED: gl.constexpr, ONCE: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Takes tiles off the list, the largest first, tells the other partitions of each, and loads up to NC blocks of
     its queries.
@@ -30,7 +30,7 @@ def load_queries(
     while t >= 0:
         x = tile_row(tiles_ptr, t, total, L)
         first_block = gl.sum(gl.where(i == 7, x, 0), 0)
-        if BIAS:  # which has no more columns
+        if BIAS or ONCE:  # there is no more of a bias, or no other step
             x = gl.where(i == 3, gl.minimum(x, max_k), x)
         if LEFT or RIGHT:  # in place of the first block: where the first query stands on the diagonal
             b = 0 if SHARED else gl.sum(gl.where(i == 6, x, 0), 0)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gem_kernels.hopper.activations import activate_with_grad
+from gem_kernels.hopper.activations import activate_with_slope, times_slope
 from gem_kernels.hopper.backward_block import BLOCK, product, put_rows
 from gem_kernels.hopper.records import tile_count
 
@@ -140,6 +140,7 @@ def _consumer(
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     KEYS: gl.constexpr = OWN == "keys"
+    FLAT: gl.constexpr = -1.0 if ACT == "silu" else 0.0  # a slope of 0, for `times_slope`
     dtype: gl.constexpr = dq_ptr.dtype.element_ty
     ki = gl.arange(0, BLOCK, gl.SliceLayout(1, SL))
     qi = gl.arange(0, BLOCK, gl.SliceLayout(0, SL))
@@ -189,9 +190,9 @@ def _consumer(
                     p = gl.where(inside, p, 0.0)
                     slope = p
                 else:
-                    p, slope = activate_with_grad(S * scale, ACT)
+                    p, slope = activate_with_slope(S * scale, ACT)
                     p = gl.where(inside, p, 0.0)
-                    slope = gl.where(inside, slope, 0.0)
+                    slope = gl.where(inside, slope, FLAT)
                 P = gl.convert_layout(p.to(dtype), PL)
                 mbarrier.wait(second_full.index(s), phase)
                 # Products are waited for one by one where registers are short: the other program fills the gaps.
@@ -210,7 +211,7 @@ def _consumer(
                     if not KEYS:
                         ds = gl.where(inside, ds, 0.0)  # statistics of no query are not numbers
                 else:
-                    ds = slope * dP
+                    ds = times_slope(slope, dP, ACT)
                 dsb = ds.to(dtype)
                 ds_buf.store(dsb)
                 fence_async_shared()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -22,40 +21,21 @@ def load_bias(bias, key, k_len, N: gl.constexpr, SL: gl.constexpr, EDGES: gl.con
     return gl.load(at)
 
 
-@triton.constexpr_function
-def _product_unless_one(n):
-    """x[i] *= a[i] for the n numbers that a thread has of two rows; nothing where all factors of a warp are 1."""
-    test = f"setp.ne.f32 p, ${2 * n}, 0f3F800000; setp.ne.f32 q, ${2 * n + 2}, 0f3F800000; or.pred p, p, q;"
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
-    return f"{{ .reg .pred p, q; {test} vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; {products} DONE: }}"
-
-
-@triton.constexpr_function
-def _in_place(n):
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
-
-
 @gluon.jit
-def rescaled(acc, alpha, LAZY: gl.constexpr):
-    """acc [BLOCK, D] times alpha [BLOCK]; LAZY: most factors are 1."""
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    if LAZY:
-        N: gl.constexpr = acc.shape[1] // 2
-        every = factor + gl.zeros_like(acc)
-        return gl.inline_asm_elementwise(_product_unless_one(N), _in_place(N), [acc, every], gl.float32, True, N)
-    return acc * factor
+def _rescaled(acc, alpha):
+    """acc [BLOCK, D] times alpha [BLOCK]."""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
 def weights(
     s, acc, m, total, scale, SL: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, MASKED: gl.constexpr,
-    LEAN: gl.constexpr, LAZY: gl.constexpr,
+    LEAN: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax, or the activation: weights, O so far (rescaled), new maximum and new sum.
 
     MASKED: a row may have seen no key yet. LEAN: maxima in two chains for each row; sums of what each thread holds,
-    which need no other thread until the end; O rescaled between the exponentials. LAZY: weights up to 2^8, so that the
-    maximum that they are relative to, and the scale of O, seldom change (FlashAttention 4).
+    which need no other thread until the end; O rescaled between the exponentials.
     """
     if ACT == "softmax":
         if LEAN:
@@ -63,14 +43,12 @@ def weights(
         else:
             top = gl.max(s, 1)
         m_new = gl.maximum(m, gl.convert_layout(top * scale, m.type.layout, True))
-        if LAZY:
-            m_new = gl.where(m_new > m + 8.0, m_new, m)
         shift = m_new
         if MASKED:
             shift = gl.where(m_new == float("-inf"), 0.0, m_new)
         if LEAN:
             alpha = gl.exp2(m - shift)
-            acc = rescaled(acc, alpha, LAZY)
+            acc = _rescaled(acc, alpha)
             p = gl.exp2(s * scale - gl.convert_layout(shift, gl.SliceLayout(1, SL))[:, None])
             part = gl.convert_layout(partial(p), total.type.layout, True)
             total = total * gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), True)[:, None] + part
@@ -78,7 +56,7 @@ def weights(
             p = gl.exp2(s * scale - gl.convert_layout(shift, gl.SliceLayout(1, SL))[:, None])
             alpha = gl.exp2(m - shift)
             total = total * alpha + gl.convert_layout(gl.sum(p, 1), m.type.layout)
-            acc = rescaled(acc, alpha, LAZY)
+            acc = _rescaled(acc, alpha)
         m = m_new
     else:
         p = activate(s * scale, ACT)

@@ -48,7 +48,7 @@ def _case(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     floats = ("lse_ptr", "delta_ptr")
-    ints = ("tiles_ptr", "count_ptr", "cursor_ptr", "own_ptr", "told_ptr", "q_offsets", "k_offsets")
+    ints = ("tiles_ptr", "count_ptr", "cursor_ptr", "own_ptr")
     types: dict[str, str] = {}
     divisible = []
     for argument in kernel.arg_names:
@@ -56,7 +56,7 @@ def _case(
             types[argument] = "constexpr"
         elif argument in descriptors:
             types[argument] = descriptors[argument]
-        elif argument.endswith(("_ptr", "_offsets")):
+        elif argument.endswith("_ptr"):
             types[argument] = "*i32" if argument in ints else "*fp32" if argument in floats else "*bf16"
             divisible.append(argument)
         elif argument in ("bias_batch", "bias_head", "bias_row"):
@@ -84,8 +84,6 @@ def compile_cases(act: str) -> list[CompileCase]:
     for dim in HEAD_DIMS:
         row = _head_descriptor(64, dim)
         for name, config in launch.FORWARD.items():
-            if config.lazy and act != "softmax":
-                continue  # it has nothing to rescale
             step = _head_descriptor(config.step, dim)
             descriptors = {
                 "k_desc": step,
@@ -106,8 +104,8 @@ def compile_cases(act: str) -> list[CompileCase]:
                     f"{op} hopper forward d96 {name}", launch.forward_kernel, descriptors,
                     config.constants(96, group=1, act=act), defined=True,
                 ))  # fmt: skip
-            if act == "softmax" and name in ("3x64", "3x64-ahead"):
-                for mask, right in {"": False, **({} if config.ahead else {" causal": True})}.items():
+            if act == "softmax" and config is launch.FORWARD["3x64"]:
+                for mask, right in {"": False, " causal": True}.items():
                     cases.append(_case(
                         f"{op} hopper forward d{dim} {name}{mask} bias", launch.forward_kernel, descriptors,
                         config.constants(dim, group=1, act=act, right=right, bias=2), defined=True,
