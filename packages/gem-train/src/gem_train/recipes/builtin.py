@@ -109,12 +109,12 @@ def openbandit() -> RunConfig:
             max_history=0,  # people are anonymous: a "user" is everyone of the same four features
         ),
         inputs=InputsConfig(table_dim=8, exclude=("user",)),
-        model=preset("tiny"),
+        model=preset("tiny", head_hidden=1),
         # 222 clicks to learn from. AdamW divides a gradient by its size, so that chance moves what it knows nothing of
         # as far as evidence does. With an eps above any gradient here steps are in proportion to it, as SGD's with a
         # rate of lr / eps, and the model stays at the base rate but for what the clicks agree on.
         optim=OptimConfig(
-            lr=0.6,
+            lr=1.5,
             eps=0.1,
             weight_decay=0.1,
             sparse_lr=0.001,
