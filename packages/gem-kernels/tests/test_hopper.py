@@ -16,8 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 
 LQ = [1, 63, 64, 65, 127, 128, 129, 0, 200, 0, 0, 500, 33, 193, 1, 640, 64, 900]
 LK = [1, 129, 128, 127, 65, 64, 63, 100, 0, 0, 5, 700, 257, 256, 1000, 640, 900, 64]
-BACKWARD = ["stream", "together", "short-keys", "short-queries"]
-WHOLE = ("stream", "together")  # for sequences of any length
+BACKWARD = ["stream", "short-keys", "short-queries"]  # the first for sequences of any length
 
 
 def dense(q, k, v, lq, lk, scale, act, left=-1, right=-1):
@@ -60,19 +59,15 @@ def fitting(name):
 CAUSAL, NONE = (-1, 0), (-1, -1)
 CASES = [  # configuration, activation, head dimension, (query, key) heads, mask
     *((name, act, dim, (3, 3), NONE) for name in BACKWARD for act in ("softmax", "silu") for dim in (64, 128)),
-    *(
-        (name, "softmax", 128, (3, 3), mask)
-        for mask in (CAUSAL, (100, -1), (70, 30), (0, 0), (-1, 200))
-        for name in WHOLE
-    ),
-    *((name, "softmax", 64, (3, 3), mask) for mask in (CAUSAL, (200, -1), (10, 150)) for name in WHOLE),
-    *((name, act, dim, (3, 3), CAUSAL) for act in ("silu", "gelu") for dim in (64, 128) for name in WHOLE),
+    *(("stream", "softmax", 128, (3, 3), mask) for mask in (CAUSAL, (100, -1), (70, 30), (0, 0), (-1, 200))),
+    *(("stream", "softmax", 64, (3, 3), mask) for mask in (CAUSAL, (200, -1), (10, 150))),
+    *(("stream", act, dim, (3, 3), CAUSAL) for act in ("silu", "gelu") for dim in (64, 128)),
     ("stream", "relu2", 128, (2, 2), (100, 20)),
-    *((name, "softmax", 128, (4, 2), NONE) for name in WHOLE),
-    *((name, "softmax", 128, (4, 1), CAUSAL) for name in WHOLE),
-    *((name, "softmax", 64, (4, 1), (64, 64)) for name in WHOLE),
+    ("stream", "softmax", 128, (4, 2), NONE),
+    ("stream", "softmax", 128, (4, 1), CAUSAL),
+    ("stream", "softmax", 64, (4, 1), (64, 64)),
     ("stream", "silu", 128, (4, 2), (50, 0)),
-    *((name, "softmax", dim, (2, 2), NONE) for dim in (16, 40, 96, 112) for name in WHOLE),
+    *(("stream", "softmax", dim, (2, 2), NONE) for dim in (16, 40, 96, 112)),
     ("stream", "softmax", 96, (2, 2), CAUSAL),
     ("stream", "softmax", 32, (4, 2), (30, 30)),
     ("stream", "silu", 96, (2, 2), CAUSAL),
@@ -129,9 +124,9 @@ def many(lq, lk, act, dim=128, mask=NONE):
     ("name", "act", "dim", "mask"),
     [
         *((name, act, 128, NONE) for name in BACKWARD for act in ("softmax", "silu")),
-        *((name, act, dim, CAUSAL) for act in ("softmax", "silu") for dim in (64, 128) for name in WHOLE),
-        *((name, "softmax", 128, (100, 30)) for name in WHOLE),
-        *((name, "softmax", 64, NONE) for name in WHOLE),
+        *(("stream", act, dim, CAUSAL) for act in ("softmax", "silu") for dim in (64, 128)),
+        ("stream", "softmax", 128, (100, 30)),
+        ("stream", "softmax", 64, NONE),
     ],
 )
 def test_many_tiles_backward(name, act, dim, mask):
@@ -145,7 +140,7 @@ def test_many_tiles_backward(name, act, dim, mask):
         lk = [n if i % 3 else m for i, (n, m) in enumerate(zip(lq, lk, strict=True))]
     (q, k, v, dout), where, saved, expected = many(lq, lk, act, dim, mask)
     configs = [launch_backward.BACKWARD[name]]
-    if name in WHOLE:
+    if name == "stream":
         configs.append(dataclasses.replace(configs[0], workspace=50 << 20))
     options = {"act": act, "out_scale": 1.0, "left": mask[0], "right": mask[1]}
     results = []
@@ -159,7 +154,7 @@ def test_many_tiles_backward(name, act, dim, mask):
 
 @pytest.mark.parametrize(
     ("name", "mask"),
-    [("stream", NONE), ("stream", CAUSAL), ("together", NONE), ("together", CAUSAL), ("short-keys", NONE)],
+    [("stream", NONE), ("stream", CAUSAL), ("short-keys", NONE)],
 )
 def test_replay_of_a_graph_with_other_lengths(name, mask):
     from gem_kernels.hopper import launch_backward
@@ -226,7 +221,7 @@ def test_every_activation_and_out_scale(act):
 @pytest.mark.parametrize(
     ("dtype", "act", "name", "causal"),
     [
-        *((torch.bfloat16, act, name, False) for act in ("softmax", "silu") for name in BACKWARD if name != "together"),
+        *((torch.bfloat16, act, name, False) for act in ("softmax", "silu") for name in BACKWARD),
         (torch.bfloat16, "softmax", "stream", True),
         (torch.bfloat16, "silu", "stream", True),
         (torch.float16, "softmax", "stream", False),
