@@ -37,7 +37,7 @@ def other(**changes):
     [
         (HOPPER, "copy engine", "needs torch >= 2.12"),
         (other(nccl_windows=True), "nccl windows", "NCCL 2.29.7 copies by engine"),
-        (other(nccl_windows=True, nccl=(2, 27, 5)), "copy engine", "peers' windows are read"),
+        (other(nccl_windows=True, nccl=(2, 27, 5)), "copy engine", "write into the peers' windows"),
         (other(device="cpu"), "default", "the device is cpu"),
         (other(size=1), "default", "a group of one"),
         (other(major=8), "default", "the card is sm_8x"),
