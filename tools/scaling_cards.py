@@ -72,7 +72,7 @@ def links(files: list[Path], runtime: Runtime) -> Profile:
     """The measured collectives, or assumed ones, which is said."""
     try:
         return Profile.read(*files) if files else Profile()
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         say(runtime, f"the plan reckons with assumed links: {error}")
         return Profile()
 
