@@ -25,7 +25,10 @@ from gem_lowprec.quantize import FP8_1X128, QTensor, QuantSpec
 WIDEST = 8192
 # Norms that the kernel by hand is faster at, by whether there is a bias and by width: rows of a warp, steps and warps
 # of a program (docs/notes/lowprec.md, "Norms that write FP8").
-BY_HAND = {(True, 512): (2, 8, 4), (True, 1024): (1, 8, 4), (True, 2048): (1, 1, 4)}
+BY_HAND = {
+    (True, 512): (4, 4, 1), (True, 1024): (2, 4, 1), (True, 2048): (1, 4, 1),
+    (False, 512): (2, 1, 1), (False, 1024): (2, 1, 1), (False, 2048): (1, 1, 1),
+}  # fmt: skip
 ELEMENTS, WARPS = 2048, 2  # of a program: rows stay inside a warp or two, and enough programs share an SM
 
 

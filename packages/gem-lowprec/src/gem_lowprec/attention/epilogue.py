@@ -1,8 +1,8 @@
 """What leaves the tensor cores in E4M3: rows with scales of their own, blocks of keys with one, values transposed.
 
 A product's results lie in its accumulators, of every 8 columns two side by side in a thread, and every warp owns 16 of
-64 rows. The layouts below leave a warp its rows, so that bytes change hands inside a warp only, and give each thread 16
-bytes that lie side by side in memory.
+64 rows. The layouts below give each thread 16 bytes that lie side by side in memory, and threads side by side whole
+sectors; rows stay in their warp.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def store_turned(x, to_ptr):
     """x [64 keys, 128] as E4M3, transposed, to 128 lines of 128 bytes; the keys of every 16 in the order of
     `operands.ORDER`.
     """
-    T: gl.constexpr = gl.BlockedLayout([4, 16], [32, 1], [1, 4], [1, 0])
+    T: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     data = x.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
     data = data.reshape([ROWS // 16, 2, 4, 2, DIM]).permute((0, 2, 1, 3, 4)).reshape([ROWS, DIM]).permute((1, 0))
     data = gl.convert_layout(data, T)

@@ -12,11 +12,11 @@ from gem_kernels.tiling import CompileCase, Tile, launch
 from torch import Tensor
 
 from gem_lowprec.attention.operands import BLOCK, Operands, operand_constants
-from gem_lowprec.block_gemm import DEPTH, _check, _layout, _lines, _matrix, operand, programs
+from gem_lowprec.block_gemm import DEPTH, _check, _layout, _matrix, operand, programs
 from gem_lowprec.formats import E4M3
 from gem_lowprec.quantize import QTensor
 
-STAGES = 3
+STAGES = 4
 CHUNK = 256  # sequences that a program counts at a time
 LIST = Tile(bm=BLOCK, bn=1, warps=4)
 
@@ -129,10 +129,10 @@ def _project(
         blocks = list_blocks(offsets, rows)
         tiles = -(-blocks.table.shape[0] // 2) * (heads + 2 * kv_heads)
         projection_kernel[(min(programs(first.device), tiles),)](
-            _matrix(x.data, (64, DEPTH)), _matrix(weight.data, (BLOCK, DEPTH)), _lines(x.scale, 64), weight.scale,
+            _matrix(x.data, (64, DEPTH)), _matrix(weight.data, (BLOCK, DEPTH)), x.scale, weight.scale,
             weight.scale if bias is None else bias, blocks.table, blocks.count, made.q.view(u8), made.q_scale,
             made.k.view(u8), made.v.view(u8), made.kv_scale, q_gain, k_gain, raw, freq, between.eps,
-            -(-depth // DEPTH), x.scale.stride(1), weight.scale.stride(0), weight.scale.stride(1), heads, kv_heads,
+            -(-depth // DEPTH), x.scale.stride(1), rows - 1, *weight.scale.stride(), heads, kv_heads,
             **_constants(bias=bias is not None, norm=between.gains is not None, turn=between.base is not None),
             num_warps=4,
         )  # fmt: skip
@@ -159,9 +159,9 @@ def compile_cases() -> list[CompileCase]:
         types = {n: "constexpr" if n in constants else "i32" for n in projection_kernel.arg_names}
         types |= {
             "x_desc": desc("fp8e4nv", (64, DEPTH), E4M3.dtype), "w_desc": desc("fp8e4nv", (BLOCK, DEPTH), E4M3.dtype),
-            "sx_desc": desc("fp32", (64,), torch.float32), "table_ptr": "*i32", "count_ptr": "*i32", "eps": "fp32",
+            "table_ptr": "*i32", "count_ptr": "*i32", "eps": "fp32",
         }  # fmt: skip
-        types |= dict.fromkeys(("ws_ptr", "qs_ptr", "kvs_ptr", "freq_ptr"), "*fp32")
+        types |= dict.fromkeys(("ws_ptr", "sx_ptr", "qs_ptr", "kvs_ptr", "freq_ptr"), "*fp32")
         types |= dict.fromkeys(("bias_ptr", "raw_ptr", "q_gain_ptr", "k_gain_ptr"), "*bf16")
         types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*u8")
         cases.append(

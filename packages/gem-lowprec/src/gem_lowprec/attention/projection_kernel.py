@@ -48,15 +48,23 @@ def list_blocks(offsets, table, count, batch, CHUNK: tl.constexpr):
 
 
 @gluon.jit
-def _load(descs, buffers, full, empty, table_ptr, count, slots, k_blocks, pitch, STAGES: gl.constexpr):
+def _place(t, slots):
+    """The pair of blocks and the head of tile t. Heads go round from pair to pair: those of v cost more than others,
+    and a program whose number of neighbours is a multiple of `slots` must not get them alone.
+    """
+    pair = t // slots
+    return pair, (t + pair) % slots
+
+
+@gluon.jit
+def _load(descs, buffers, full, empty, table_ptr, count, slots, k_blocks, STAGES: gl.constexpr):
     """Keeps the ring of operands and scales full."""
-    x_desc, w_desc, sx_desc = descs
-    x_buf, w_buf, sx_buf = buffers
-    nbytes: gl.constexpr = 4 * (x_desc.block_type.nbytes + sx_desc.block_type.nbytes) + w_desc.block_type.nbytes
+    x_desc, w_desc = descs
+    x_buf, w_buf = buffers
+    nbytes: gl.constexpr = 4 * x_desc.block_type.nbytes + w_desc.block_type.nbytes
     step = 0
     for t in range(gl.program_id(0), gl.cdiv(count, 2) * slots, gl.num_programs(0)):
-        pair = t // slots
-        slot = t - pair * slots
+        pair, slot = _place(t, slots)
         first = gl.load(table_ptr + pair * 8)
         second = gl.load(table_ptr + gl.minimum(pair * 2 + 1, count - 1) * 4)
         for i in range(k_blocks):
@@ -67,7 +75,6 @@ def _load(descs, buffers, full, empty, table_ptr, count, slots, k_blocks, pitch,
             for r in gl.static_range(4):
                 row = (first if r < 2 else second) + (r % 2) * ROWS
                 tma.async_copy_global_to_shared(x_desc, [row, i * DEPTH], bar, x_buf.index(s * 4 + r))
-                tma.async_copy_global_to_shared(sx_desc, [i * pitch + row], bar, sx_buf.index(s * 4 + r))
             tma.async_copy_global_to_shared(w_desc, [slot * DIM, i * DEPTH], bar, w_buf.index(s))
             step += 1
 
@@ -135,7 +142,7 @@ def _finish(
         r = gl.arange(0, ROWS, gl.SliceLayout(1, L))[:, None]
         upper = gl.where(r < rows, upper, 0.0)
         lower = gl.where(r < rows - ROWS, lower, 0.0)
-        amax = gl.maximum(largest(upper), largest(lower), propagate_nan=tl.PropagateNan.ALL)
+        amax = largest(gl.maximum(gl.abs(upper), gl.abs(lower), propagate_nan=tl.PropagateNan.ALL))
         head = (slot - heads) % kv_heads
         number = block.to(gl.int64) * kv_heads + head
         if slot < heads + kv_heads:
@@ -156,19 +163,18 @@ def _finish(
 
 @gluon.jit
 def _consume(
-    W: gl.constexpr, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, between, heads,
+    W: gl.constexpr, buffers, full, empty, table_ptr, count, slots, k_blocks, scales, bias_ptr, out, between, heads,
     kv_heads, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, NORM: gl.constexpr, TURN: gl.constexpr,
     THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
     """Every tile's first or second block."""
-    x_buf, w_buf, sx_buf = buffers
-    ws_ptr, ws_row, ws_col = weight
+    x_buf, w_buf = buffers
+    ws_ptr, ws_row, ws_col, sx_ptr, pitch, last = scales
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     step = 0
     part = gl.zeros([ROWS, DIM], gl.float32, L)  # one set of registers for all products
     for t in range(gl.program_id(0), gl.cdiv(count, 2) * slots, gl.num_programs(0)):
-        pair = t // slots
-        slot = t - pair * slots
+        pair, slot = _place(t, slots)
         place = pair * 2 + W
         entry = table_ptr + gl.minimum(place, count - 1) * 4
         start = gl.load(entry)
@@ -177,20 +183,33 @@ def _consume(
         first = gl.load(entry + 3)
         upper = gl.zeros([ROWS, DIM], gl.float32, L)
         lower = gl.zeros([ROWS, DIM], gl.float32, L)
+        # Of a step's scales it is asked a step before: they take longer than a product. TMA reads lines of numbers from
+        # multiples of 16 bytes alone, and a sequence begins anywhere.
+        r = start + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+        upper_at = sx_ptr + gl.minimum(r, last)
+        lower_at = sx_ptr + gl.minimum(r + ROWS, last)
+        w_at = ws_ptr + slot * ws_row
+        w = gl.load(w_at)
+        upper_scale = gl.load(upper_at)
+        lower_scale = gl.load(lower_at)
         for i in range(k_blocks):
             s = step % STAGES
-            w = gl.load(ws_ptr + slot * ws_row + i * ws_col)  # on its way while the tensor cores work
+            after = gl.minimum(i + 1, k_blocks - 1)
+            w_after = gl.load(w_at + after * ws_col)
+            upper_after = gl.load(upper_at + after * pitch)
+            lower_after = gl.load(lower_at + after * pitch)
             mbarrier.wait(full.index(s), (step // STAGES) & 1)
             b = w_buf.index(s).permute((1, 0))
             part = warpgroup_mma(x_buf.index(s * 4 + W * 2), b, part, use_acc=False, is_async=True)
-            sx = sx_buf.index(s * 4 + W * 2).load(gl.SliceLayout(1, L))
             part = warpgroup_mma_wait(0, deps=(part,))
-            upper = _promote(upper, part, sx, w, False, True)
+            upper = _promote(upper, part, upper_scale, w, False, True)
             part = warpgroup_mma(x_buf.index(s * 4 + W * 2 + 1), b, part, use_acc=False, is_async=True)
-            sx = sx_buf.index(s * 4 + W * 2 + 1).load(gl.SliceLayout(1, L))
             part = warpgroup_mma_wait(0, deps=(part,))
             mbarrier.arrive(empty.index(s), count=1)
-            lower = _promote(lower, part, sx, w, False, True)
+            lower = _promote(lower, part, lower_scale, w, False, True)
+            w = w_after
+            upper_scale = upper_after
+            lower_scale = lower_after
             step += 1
         if HAS_BIAS:
             bias = gl.load(bias_ptr + slot * DIM + gl.arange(0, DIM, gl.SliceLayout(0, L))).to(gl.float32)[None, :]
@@ -202,10 +221,10 @@ def _consume(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["k_blocks", "pitch", "ws_row", "ws_col", "heads", "kv_heads"])
+@gluon.jit(do_not_specialize=["k_blocks", "pitch", "last", "ws_row", "ws_col", "heads", "kv_heads"])
 def projection_kernel(
-    x_desc, w_desc, sx_desc, ws_ptr, bias_ptr, table_ptr, count_ptr, q_ptr, qs_ptr, k_ptr, v_ptr, kvs_ptr,
-    q_gain_ptr, k_gain_ptr, raw_ptr, freq_ptr, eps, k_blocks, pitch, ws_row, ws_col, heads, kv_heads,
+    x_desc, w_desc, sx_ptr, ws_ptr, bias_ptr, table_ptr, count_ptr, q_ptr, qs_ptr, k_ptr, v_ptr, kvs_ptr,
+    q_gain_ptr, k_gain_ptr, raw_ptr, freq_ptr, eps, k_blocks, pitch, last, ws_row, ws_col, heads, kv_heads,
     STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, NORM: gl.constexpr, TURN: gl.constexpr,
     THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
@@ -214,7 +233,6 @@ def projection_kernel(
     """
     x_buf = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 4, ROWS, DEPTH], x_desc.layout)
     w_buf = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, DIM, DEPTH], w_desc.layout)
-    sx_buf = gl.allocate_shared_memory(gl.float32, [STAGES * 4, ROWS], sx_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -223,18 +241,17 @@ def projection_kernel(
         mbarrier.init(empty.index(i), count=2)
     count = gl.load(count_ptr)
     slots = heads + 2 * kv_heads
-    buffers = (x_buf, w_buf, sx_buf)
-    weight = (ws_ptr, ws_row, ws_col)
+    buffers = (x_buf, w_buf)
+    scales = (ws_ptr, ws_row, ws_col, sx_ptr, pitch, last)
     out = (q_ptr, qs_ptr, k_ptr, v_ptr, kvs_ptr)
     between = (q_gain_ptr, k_gain_ptr, raw_ptr, freq_ptr, eps)
     gl.warp_specialize(
         [
-            (_consume, (0, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, between,
+            (_consume, (0, buffers, full, empty, table_ptr, count, slots, k_blocks, scales, bias_ptr, out, between,
                         heads, kv_heads, STAGES, HAS_BIAS, NORM, TURN, THRESHOLD, EMAX, LEAST)),
-            (_consume, (1, buffers, full, empty, table_ptr, count, slots, k_blocks, weight, bias_ptr, out, between,
+            (_consume, (1, buffers, full, empty, table_ptr, count, slots, k_blocks, scales, bias_ptr, out, between,
                         heads, kv_heads, STAGES, HAS_BIAS, NORM, TURN, THRESHOLD, EMAX, LEAST)),
-            (_load, ((x_desc, w_desc, sx_desc), buffers, full, empty, table_ptr, count, slots, k_blocks, pitch,
-                     STAGES)),
+            (_load, ((x_desc, w_desc), buffers, full, empty, table_ptr, count, slots, k_blocks, STAGES)),
         ],
         [4, 1],
         [240, 24],
