@@ -173,6 +173,9 @@ def _consumer(
                 q, do = q_at.reshape([BLOCK, D]), do_at.reshape([BLOCK, D])
                 mbarrier.wait(first_full.index(s), phase)
                 S = product(k, q, SL)
+                if not KEYS:  # dQ alone is kept in registers: room for both
+                    mbarrier.wait(second_full.index(s), phase)
+                    dP = product(v, do, SL)
                 # What the step before left in its buffer of Q or K has gone out: it may be loaded anew.
                 tma.store_wait(0)
                 mbarrier.arrive(first_empty.index((step + MS - 1) % MS), count=1, pred=step > 0)
@@ -184,7 +187,7 @@ def _consumer(
                     inside = inside & ((ki + (d - right))[:, None] <= qi[None, :])
                 if LEFT:
                     inside = inside & ((ki + (d + left))[:, None] >= qi[None, :])
-                S = warpgroup_mma_wait(0, deps=(S,))
+                S = warpgroup_mma_wait(0 if KEYS else 1, deps=(S,))
                 if ACT == "softmax":
                     p = gl.exp2(S * scale - rows_buf.index(rows).load(gl.SliceLayout(0, SL))[None, :])
                     p = gl.where(inside, p, 0.0)
@@ -194,14 +197,12 @@ def _consumer(
                     p = gl.where(inside, p, 0.0)
                     slope = gl.where(inside, slope, FLAT)
                 P = gl.convert_layout(p.to(dtype), PL)
-                mbarrier.wait(second_full.index(s), phase)
                 # Products are waited for one by one where registers are short: the other program fills the gaps.
                 if KEYS:
+                    mbarrier.wait(second_full.index(s), phase)
                     dv_flying = warpgroup_mma(P, do, dv, is_async=True)
                     dv, _p, slope = warpgroup_mma_wait(0, deps=(dv_flying, P, slope))
-                else:
-                    dv_flying = _fresh(P, do, D, AL)
-                dP = product(v, do, SL)
+                    dP = product(v, do, SL)
                 dP = warpgroup_mma_wait(0, deps=(dP,))
                 if ACT == "softmax":
                     delta = rows_buf.index(rows + 1).load(gl.SliceLayout(0, SL))
@@ -224,6 +225,7 @@ def _consumer(
                     mbarrier.arrive(second_empty.index(s), count=1)
                     _put(dq_step * q_scale, dq_desc, dq_ptr, q_stride, q_at, q_row + i * BLOCK, q_head, q_left, D, DIM)
                 else:
+                    dv_flying = _fresh(P, do, D, AL)
                     dq = warpgroup_mma(ds_buf.permute((1, 0)), k, dq, is_async=True)
                     dv_step, _p = warpgroup_mma_wait(1, deps=(dv_flying, P))
                     _put(dv_step * v_scale, dv_desc, dv_ptr, k_stride, v_at, k_row + i * BLOCK, head, k_left, D, DIM)
