@@ -42,7 +42,7 @@ def build(runtime, shape, graphs, payload=False, **layout):
         units=model.units(),
         payload=Fp8Payload() if payload else None,
     ).train()
-    if runtime.world == 1 and runtime.device.type == "cuda":  # FSDP2 on a single card, which no run asks for
+    if runtime.world == 1 and graphs:  # FSDP2 in a world of one, which no run asks for
         tables = [parallel.module.get_submodule(name) for name in find_tables(parallel.module)]
         shard_dense(parallel.module, tables, model.units(), make_mesh(runtime, ParallelConfig()), "fp32")
     if graphs:
@@ -116,6 +116,13 @@ CASES = [
     {"shape": "ensemble", "last": True},
     {"shape": "plain", "shard_group": 1},
 ]
+
+
+def test_a_world_of_one(single):
+    with start("cpu", timeout_s=20) as runtime:
+        found = train(runtime, "ensemble", half=True)
+        same(found[0], train(runtime, "ensemble", graphs=False, half=True)[0], 1e-6)
+        assert found[2] > 0
 
 
 def test_two_ranks_that_replay_are_one_process(tmp_path, single):
