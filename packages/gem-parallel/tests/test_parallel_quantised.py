@@ -175,7 +175,18 @@ def test_a_plan_reckons_with_what_is_stored():
     assert plans["none"].seconds > 0
     assert all(row.point.names is None for row in plans["fp8"].regions)  # all fits
     keeper = Keeper(Fp8Quantiser(), min_bytes=100, offload_bytes=10_000)
-    assert [keeper.size(torch.empty(n)) for n in (8, 100, 10_000)] == [32, 100, 0]
+    assert [keeper.size(torch.empty(1, n)) for n in (8, 100, 10_000)] == [32, 100, 0]
+
+
+def test_a_number_for_each_row_is_kept_exactly():
+    """Positions of a history: a rotation by 6% more is another one."""
+    keeper = Keeper(Fp8Quantiser(), min_bytes=1)
+    positions = torch.rand(5000) * 2000
+    assert keeper.pack(positions) is positions
+    assert keeper.size(positions) == positions.nbytes
+    both = Keeper(Fp8Quantiser(), min_bytes=1, offload_bytes=1024)
+    assert torch.equal(both.unpack(both.pack(positions)), positions)
+    assert both.host.bytes_sent == positions.nbytes
 
 
 def test_what_is_quantised():

@@ -111,6 +111,29 @@ def test_random_numbers_are_kept_where_a_generator_cannot_be_put_back(keeper):
     assert not torch.equal(grads[0][0], Noise()(sample(5)))
 
 
+def test_copies_of_parameters_are_read_again_where_they_were_made_for_all_regions():
+    """As by a cast of all layers' weights: the second run comes when the parameters are back in their places."""
+    model, grads = Noise(), []
+    held = {m: dict(m._parameters) for m in (model.first, model.second)}
+    for again in (False, True):
+        x = sample(5)
+        torch.manual_seed(3)
+        for m, parameters in held.items():
+            m._parameters.update({name: p * 2 for name, p in parameters.items()})
+        y = (
+            recompute(model.forward, (x,), {}, frozenset(), Keeper(None, min_bytes=0), numbers=True)
+            if again
+            else model(x)
+        )
+        for m, parameters in held.items():
+            m._parameters.update(parameters)
+        model.zero_grad()
+        y.square().mean().backward()
+        assert all(type(p) is nn.Parameter for m in held for p in m._parameters.values())
+        grads.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_numbers_that_cannot_be_kept_apart_are_refused():
     for draw in (nn.functional.dropout, lambda x: x.clone().bernoulli_(0.5), lambda x: torch.bernoulli(x * 0 + 0.5)):
         with pytest.raises(RuntimeError, match="whose random numbers can't be kept apart"):

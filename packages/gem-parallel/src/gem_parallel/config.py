@@ -66,7 +66,7 @@ class MemoryConfig:
             `parallelize`) and dequantised for the operator that needs them; "mx4": the same in four bits (MXFP4); or,
             for compiled regions, "compiler": FP8 by torch's own pass, fused with what is around it, which knows no
             names. Gradients become approximate.
-        quantise_block: elements per scale of FP8; 0: one scale per row.
+        quantise_block: elements per scale of FP8; 0: one scale per row (512 elements of it, where they divide it).
         quantise_min_kib: smaller tensors are left alone.
         exclude: patterns of module names or classes, case ignored, inside which nothing is quantised or moved.
         include: the same of modules inside those whose tensors are treated like others again: a linear layer after a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gem_parallel.memory.quantise import SCALE
+from gem_parallel.memory.quantise import LEAST, SCALE
 
 
 class Fp8Payload:
@@ -35,9 +35,9 @@ class Fp8Payload:
         wide = shard.new_zeros((blocks, self.block), dtype=torch.float32)
         wide.view(-1)[: shard.numel()].copy_(shard)
         scale = wide.abs().amax(1, keepdim=True) * SCALE
-        scale = torch.where(scale == 0, 1.0, scale)
+        scale = torch.where(scale == 0, 1.0, scale.clamp(min=LEAST))
         data = blocks * self.block
-        out[:data].copy_((wide / scale).to(torch.float8_e4m3fn).view(torch.uint8).view(-1))
+        out[:data].copy_((wide * (1.0 / scale)).to(torch.float8_e4m3fn).view(torch.uint8).view(-1))
         out[data : data + 4 * blocks].copy_(scale.view(-1).view(torch.uint8))
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:

@@ -36,7 +36,8 @@ class _Kept:
 class Keeper:
     """Packs what is worth it.
 
-    Quantised or offloaded are floating-point activations of at least `min_bytes` (`offload_bytes`). Left alone are
+    Quantised or offloaded are floating-point activations of at least `min_bytes` (`offload_bytes`). Vectors are not
+    quantised: a number for each row is a position, a time or a weight, which kernels need exactly. Left alone are
     parameters, views and casts of them, buffers (`leave`), tensors that repeat themselves in memory (expanded ones),
     and everything inside `exactly()`. One tensor that several operators save is packed once.
     """
@@ -108,6 +109,8 @@ class Keeper:
             return tensor.nbytes
         if self.offload_bytes and tensor.nbytes >= self.offload_bytes:
             return 0
+        if not self._quantises(tensor):
+            return tensor.nbytes
         return int(tensor.numel() * getattr(self.quantiser, "bits", 8.0) / 8)
 
     def unpack(self, kept: Any) -> torch.Tensor:
@@ -133,7 +136,7 @@ class Keeper:
 
     def _small(self, tensor: torch.Tensor) -> _Kept:
         self.seen += tensor.nbytes
-        quantised = self.quantiser is not None and tensor.nbytes >= self.min_bytes
+        quantised = self._quantises(tensor)
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         packed = self.quantiser.pack(tensor) if self.quantiser is not None and quantised else None
         if not self.offload_bytes or tensor.nbytes < self.offload_bytes:
@@ -149,10 +152,14 @@ class Keeper:
             )
         return _Kept(packed.with_tensors(*(None for _ in packed.tensors())), self.host.put(packed.tensors()), None)
 
+    def _quantises(self, tensor: torch.Tensor) -> bool:
+        return self.quantiser is not None and tensor.dim() > 1 and tensor.nbytes >= self.min_bytes
+
     def _eligible(self, tensor: torch.Tensor) -> bool:
         return (  # most are small, and this is asked of all
             tensor.numel() * tensor.element_size() >= self._least
             and type(tensor) is torch.Tensor
+            and (tensor.dim() > 1 or 0 < self.offload_bytes <= tensor.nbytes)
             and tensor.dtype in _FLOATS
             and tensor.layout is torch.strided
             and tensor.nbytes <= tensor.untyped_storage().nbytes()

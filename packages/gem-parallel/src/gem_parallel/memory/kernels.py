@@ -15,46 +15,77 @@ TILE = 4096  # elements of a program
 
 
 @triton.jit
+def _at(row, cols, step, n, rows, COLS: tl.constexpr, EXACT: tl.constexpr):
+    """Where a tile's elements are, which of them there are, and which of these in x."""
+    col = step * COLS + tl.arange(0, COLS)
+    at = row[:, None] * cols + col[None, :]
+    there = row[:, None] < rows
+    if not EXACT:
+        there = there & (col[None, :] < cols)
+    return at, there, there & (at < n)
+
+
+@triton.jit
+def _scale(top_bits, FACTOR: tl.constexpr):
+    """Of rows whose largest sizes have these bits; infinity or NaN where there is one in the row."""
+    top = top_bits.to(tl.float32, bitcast=True)
+    found = tl.where(top_bits == 0, 1.0, tl.maximum(top * FACTOR, 1.1754943508222875e-38))
+    return tl.where(top_bits >= 0x7F800000, float("nan"), found)
+
+
+@triton.jit
+def _bits(value):
+    """Of sizes, which as integers are in the same order, infinity and NaN behind all others."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def _pack_kernel(
-    x, data, scale, n, rows, cols, FACTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr
-):
+    x, data, scale, n, rows, cols, FACTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, COLS)
-    top = tl.zeros((ROWS,), tl.float32)
-    bad = tl.zeros((ROWS,), tl.float32)  # 0, or NaN where a row holds an infinity or NaN, which a maximum would drop
-    for step in range(STEPS):
-        at = row[:, None] * cols + step * COLS + col[None, :]
-        inside = (row[:, None] < rows) & (step * COLS + col[None, :] < cols)
-        value = tl.load(x + at, mask=inside & (at < n), other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.max(tl.abs(value), 1))
-        bad += tl.sum(value * 0.0, 1)
-    found = tl.where(top == 0.0, 1.0, tl.maximum(top * FACTOR, 1.1754943508222875e-38)) + bad
-    for step in range(STEPS):
-        at = row[:, None] * cols + step * COLS + col[None, :]
-        inside = (row[:, None] < rows) & (step * COLS + col[None, :] < cols)
-        value = tl.load(x + at, mask=inside & (at < n), other=0.0).to(tl.float32)
-        tl.store(
-            data + at, tl.div_rn(value, tl.broadcast_to(found[:, None], value.shape)).to(tl.float8e4nv), mask=inside
-        )
+    if STEPS == 1:
+        at, there, inside = _at(row, cols, 0, n, rows, COLS, EXACT)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        found = _scale(tl.max(_bits(value), 1), FACTOR)
+        inverse = tl.div_rn(tl.full(found.shape, 1.0, tl.float32), found)
+        tl.store(data + at, (value * inverse[:, None]).to(tl.float8e4nv), mask=there)
+    else:
+        top = tl.zeros((ROWS,), tl.int32)
+        for step in range(STEPS):
+            at, there, inside = _at(row, cols, step, n, rows, COLS, EXACT)
+            value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            top = tl.maximum(top, tl.max(_bits(value), 1))
+        found = _scale(top, FACTOR)
+        inverse = tl.div_rn(tl.full(found.shape, 1.0, tl.float32), found)
+        for step in range(STEPS):
+            at, there, inside = _at(row, cols, step, n, rows, COLS, EXACT)
+            value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(data + at, (value * inverse[:, None]).to(tl.float8e4nv), mask=there)
     tl.store(scale + row, found, mask=row < rows)
 
 
 @triton.jit
-def _unpack_kernel(data, scale, out, n, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr):
+def _unpack_kernel(
+    data, scale, out, n, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, COLS)
     found = tl.load(scale + row, mask=row < rows, other=1.0)
     for step in range(STEPS):
-        at = row[:, None] * cols + step * COLS + col[None, :]
-        inside = (row[:, None] < rows) & (step * COLS + col[None, :] < cols) & (at < n)
+        at, _, inside = _at(row, cols, step, n, rows, COLS, EXACT)
         value = tl.load(data + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, value * found[:, None], mask=inside)
 
 
-def _tile(rows: int, cols: int) -> tuple[tuple[int], dict[str, int]]:
+def _tile(rows: int, cols: int) -> tuple[tuple[int], dict[str, int | bool]]:
+    """Tiles of whole rows, or of the widest part of a row that leaves little of a tile empty."""
     wide = min(triton.next_power_of_2(cols), TILE)
+    while wide > 128 and triton.cdiv(cols, wide) * wide > 1.15 * cols:
+        wide //= 2
     high = max(1, TILE // wide)
-    return (triton.cdiv(rows, high),), {"ROWS": high, "COLS": wide, "STEPS": triton.cdiv(cols, wide)}
+    steps = triton.cdiv(cols, wide)
+    return (triton.cdiv(rows, high),), {"ROWS": high, "COLS": wide, "STEPS": steps, "EXACT": steps * wide == cols}
 
 
 def pack(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, cols: int) -> None:
@@ -96,32 +127,30 @@ def _mx4_value(code):
 @triton.jit
 def _pack_mx4_kernel(x, data, scale, n, rows, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    half = tl.arange(0, 16)
-    at = row[:, None] * 32 + half[None, :]
-    low = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-    high = tl.load(x + at + 16, mask=at + 16 < n, other=0.0).to(tl.float32)
-    top = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)
-    bad = tl.sum(low * 0.0 + high * 0.0, 1)  # NaN where there is an infinity or NaN, which a maximum would drop
-    bits = top.to(tl.int32, bitcast=True)
+    at = row[:, None] * 32 + tl.arange(0, 32)[None, :]
+    value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+    bits = tl.max(_bits(value), 1)
     found = tl.maximum((bits >> 23) - 2 + ((bits & 0x7FFFFF) > 0x400000).to(tl.int32), 1)
-    found = tl.where(bad == 0.0, found, 255)
+    found = tl.where(bits >= 0x7F800000, 255, found)
     inverse = (tl.maximum(254 - found, 1) << 23).to(tl.float32, bitcast=True)[:, None]
-    code = _mx4_code(tl.abs(low) * inverse, low < 0) | (_mx4_code(tl.abs(high) * inverse, high < 0) << 4)
-    tl.store(data + row[:, None] * 16 + half[None, :], code.to(tl.uint8), mask=(row < rows)[:, None])
+    code = _mx4_code(tl.abs(value) * inverse, value < 0)
+    low, high = tl.split(tl.reshape(code, (ROWS, 16, 2)))
+    to = row[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(data + to, (low | (high << 4)).to(tl.uint8), mask=row[:, None] < rows)
     tl.store(scale + row, found.to(tl.uint8), mask=row < rows)
 
 
 @triton.jit
 def _unpack_mx4_kernel(data, scale, out, n, rows, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    half = tl.arange(0, 16)
     found = tl.load(scale + row, mask=row < rows, other=127).to(tl.int32)
     power = (found << 23).to(tl.float32, bitcast=True)
     power = tl.where(found == 255, float("nan"), power)[:, None]
-    code = tl.load(data + row[:, None] * 16 + half[None, :], mask=(row < rows)[:, None], other=0).to(tl.int32)
-    at = row[:, None] * 32 + half[None, :]
-    tl.store(out + at, _mx4_value(code & 15) * power, mask=at < n)
-    tl.store(out + at + 16, _mx4_value(code >> 4) * power, mask=at + 16 < n)
+    to = row[:, None] * 16 + tl.arange(0, 16)[None, :]
+    code = tl.load(data + to, mask=row[:, None] < rows, other=0).to(tl.int32)
+    value = tl.join(_mx4_value(code & 15) * power, _mx4_value(code >> 4) * power)
+    at = row[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out + at, tl.reshape(value, (ROWS, 32)), mask=at < n)
 
 
 def pack_mx4(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:

@@ -10,6 +10,8 @@ import torch
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 SCALE = 1.0 / FP8_MAX  # a factor, rounded to float32: devices divide by a constant each in its own way
+PART = 512  # elements of a long row that share a scale: a kernel holds so many of several rows at once
+LEAST = math.ldexp(1.0, -126)  # scale, the least normal number: its inverse is finite
 
 
 class Quantiser(Protocol):
@@ -53,7 +55,9 @@ class Fp8Tensor:
 class Fp8Quantiser:
     """E4M3 with one float32 scale per row of the last dimension, or per block of `block` neighbouring elements.
 
-        scale = max |x| * SCALE,    data = e4m3(x / scale),    SCALE = 1 / 448
+    A row whose width is a multiple of 512 is cut into parts of that.
+
+        scale = max |x| * SCALE,    data = e4m3(x * (1 / scale)),    SCALE = 1 / 448
 
     so that an element x of a block with maximum m comes back within max(|x| / 16, m / 448 / 1024). A block that holds
     an infinity or NaN comes back as NaN. On CUDA a Triton kernel passes over the tensor once (`fused`), elsewhere it is
@@ -69,7 +73,7 @@ class Fp8Quantiser:
     def pack(self, tensor: torch.Tensor) -> Fp8Tensor:
         """See the class."""
         last = tensor.shape[-1] if tensor.dim() else 1
-        cols = last
+        cols = PART if last % PART == 0 else last
         if self.block and tensor.numel() % self.block == 0:
             cols = self.block
         rows = tensor.reshape(-1, cols) if cols else tensor.reshape(0, 1)
@@ -100,8 +104,8 @@ class Fp8Quantiser:
 def _pack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [n, c] -> float8 [n, c], float32 [n, 1]
     wide = rows.float()
     scale = wide.abs().amax(1, keepdim=True) * SCALE
-    scale = torch.where(scale > 0, scale.clamp(min=math.ldexp(1.0, -126)), torch.where(scale == 0, 1.0, scale))
-    return (wide / scale).to(torch.float8_e4m3fn), scale
+    scale = torch.where(scale > 0, scale.clamp(min=LEAST), torch.where(scale == 0, 1.0, scale))
+    return (wide * (1.0 / scale)).to(torch.float8_e4m3fn), scale
 
 
 def _unpack(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -178,7 +179,7 @@ def recompute(
     def contexts() -> tuple[Any, Any]:
         if numbers:
             draw = Numbers()
-            return draw.drawn, _InGraph(args, kwargs, draw)
+            return draw.drawn, _InGraph(function, args, kwargs, draw)
         if not names:  # nothing to look for, and dispatch modes cost the host time
             return nullcontext(), nullcontext()
         return _Keep(names, keeper, store), _Reuse(names, keeper, store)
@@ -197,11 +198,19 @@ def recompute(
 
 
 class _InGraph:
-    """Around what a graph computes again. Streams among the arguments (their attribute `stream`) go on from the current
-    one: a region that runs on several of them has them forked in the forward pass by whoever captures it, and here.
+    """Around what a graph computes again.
+
+    Streams among the arguments (their attribute `stream`) go on from the current one: a region that runs on several of
+    them has them forked in the forward pass by whoever captures it, and here. What stood in the places of the region's
+    parameters stands there again: copies of another precision, say, that were made for all regions at once.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers) -> None:
+    def __init__(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Numbers) -> None:
+        module = getattr(function, "__self__", function)
+        self._copies = [
+            (inner, {name: p for name, p in inner._parameters.items() if not isinstance(p, nn.Parameter | None)})
+            for inner in (module.modules() if isinstance(module, nn.Module) else ())
+        ]
         found = (getattr(leaf, "stream", None) for leaf in tree_leaves((args, dict(kwargs))))
         self._streams = {stream for stream in found if isinstance(stream, torch.cuda.Stream)}
         self._numbers = numbers.again
@@ -209,10 +218,15 @@ class _InGraph:
     def __enter__(self) -> None:
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._held = [(inner, {name: inner._parameters[name] for name in copies}) for inner, copies in self._copies]
+        for inner, copies in self._copies:
+            inner._parameters.update(copies)
         self._numbers.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._numbers.__exit__(*error)
+        for inner, held in self._held:
+            inner._parameters.update(held)
 
 
 class _Inputs:
