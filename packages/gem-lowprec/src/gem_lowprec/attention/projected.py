@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from gem_kernels.norms import rms_norm
+from gem_kernels.projections import Turn, rotary_heads
 from gem_kernels.rotary import rope
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -27,7 +28,7 @@ from gem_lowprec.quantize import FP8_1X128, QTensor
 @dataclass(kw_only=True)
 class Into:
     """Where a packed projection of self-attention writes: called with the product's operands, it keeps attention's, and
-    [q || k] as they were `between` the two (`project`).
+    [q || k || v] as it was `between` the two (`project`).
     """
 
     offsets: Tensor
@@ -47,21 +48,34 @@ class Into:
         )  # fmt: skip
 
 
+def _places(offsets: Tensor, total: int) -> Tensor:
+    """Of every token its place in its sequence, [T] int64."""
+    index = torch.arange(total, device=offsets.device)
+    starts = torch.repeat_interleave(offsets[:-1].long(), offsets.diff(), output_size=total)
+    return index - starts
+
+
 def _through(
     raw: Tensor, gains: tuple[Tensor | None, Tensor | None], offsets: Tensor, heads: int, between: Between,
-    grads: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of [q || k] before they were normed and turned, [T, (H + Hkv) 128], and of the two gains."""
+    """The gradients of [q || k || v] before heads of q and k were normed and turned, and of the two gains."""
     with torch.enable_grad():
         leaves = [t if t is None else t.detach().requires_grad_() for t in (raw, *gains)]
         packed, *weights = leaves
         assert packed is not None
-        parts = list(packed.unflatten(1, (-1, BLOCK)).tensor_split([heads], 1))
-        for i, weight in enumerate(weights):
-            if weight is not None:
-                parts[i] = rms_norm(parts[i], weight, eps=between.eps)
-            if between.base is not None:
-                parts[i] = rope(parts[i], offsets, base=between.base)
+        if grads[0].shape == grads[1].shape:
+            turns = () if between.base is None else (Turn(positions=_places(offsets, raw.shape[0]), base=between.base),)
+            parts = rotary_heads(packed, heads, weights, turns=turns, eps=between.eps)
+        else:
+            parts = packed.unflatten(1, (-1, BLOCK)).split([g.shape[1] for g in grads], 1)
+            turned = list(parts[:2])
+            for i, weight in enumerate(weights):
+                if weight is not None:
+                    turned[i] = rms_norm(turned[i], weight, eps=between.eps)
+                if between.base is not None:
+                    turned[i] = rope(turned[i], offsets, base=between.base)
+            parts = (*turned, parts[2])
         found = iter(torch.autograd.grad(parts, [t for t in leaves if t is not None], grads))
     return tuple(None if t is None else next(found) for t in leaves)
 
@@ -95,9 +109,7 @@ class _Attend(torch.autograd.Function):
         gains = (q_gain, k_gain)
         if q_gain is None and ctx.between.nothing:
             return torch.cat((dq, dk, dv), 1).flatten(1), None, None, None, None, None
-        before, *of_gains = _through(raw, gains, offsets, ctx.heads, ctx.between, (dq, dk))
-        assert before is not None
-        return torch.cat((before, dv.flatten(1)), 1), *of_gains, None, None, None
+        return *_through(raw, gains, offsets, ctx.heads, ctx.between, (dq, dk, dv)), None, None, None
 
 
 def attend(packed: Tensor, into: Into, scale: float, *, rows: bool) -> tuple[Tensor, QTensor | None]:

@@ -87,7 +87,8 @@ def project(
         between: what happens to heads of q and k before they are quantised, in float32.
 
     Returns:
-        The operands; and, for the backward of what happens between, [q || k] before it in `dtype`, empty without it.
+        The operands; and, for the backward of what happens between, [q || k || v] before it in `dtype`, of which v is
+        not written (nobody reads it); empty without it.
 
     Raises:
         ValueError: operands that do not fit.
@@ -122,7 +123,7 @@ def _project(
         kv_scale=first.new_empty(numbers, kv_heads, 2, dtype=f32), q_offsets=offsets, k_offsets=offsets,
         longest=max_len, dtype=dtype,
     )  # fmt: skip
-    raw = first.new_empty(0 if between.nothing else rows, (heads + kv_heads) * BLOCK, dtype=dtype)
+    raw = first.new_empty(0 if between.nothing else rows, weight.shape[0], dtype=dtype)
     if rows and batch:
         q_gain, k_gain = (weight.scale,) * 2 if between.gains is None else between.gains
         freq = weight.scale if between.base is None else _frequencies(between.base, first.device)

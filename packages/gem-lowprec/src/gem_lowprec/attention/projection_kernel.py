@@ -130,7 +130,7 @@ def _finish(
             gain = q_gain
             if slot >= heads:
                 gain = k_gain
-            heading = (raw_ptr, (heads + kv_heads) * DIM, freq_ptr, eps)
+            heading = (raw_ptr, (heads + 2 * kv_heads) * DIM, freq_ptr, eps)
             upper = _prepared(upper, gain, heading, slot, start, rows, place, NORM, TURN)
             lower = _prepared(lower, gain, heading, slot, start + ROWS, rows - ROWS, place + ROWS, NORM, TURN)
     if slot < heads:
@@ -229,7 +229,7 @@ def projection_kernel(
     THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
     """Rows of W are `heads` heads of q, then `kv_heads` of k and of v, 128 each. NORM, TURN: heads of q and k are
-    normed, and turned by their place in the sequence; `raw_ptr` [T, (heads + kv_heads) 128] is what they were before.
+    normed, and turned by their place in the sequence; `raw_ptr` [T, N] is what they were before.
     """
     x_buf = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 4, ROWS, DEPTH], x_desc.layout)
     w_buf = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, DIM, DEPTH], w_desc.layout)
