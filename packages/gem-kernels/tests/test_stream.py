@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from gem_kernels import norm_rows
+from gem_kernels import norm_rows, norm_rows_twice
 from gem_kernels.norms import placed
 from gem_kernels.norms import triton as norm_kernels
 from gem_kernels.projections import gates
@@ -83,12 +83,12 @@ def test_rows_and_their_readers_are_the_formula(kind, sums, recent, dtype, backe
                 assert relative_error(a, b) < 3 * tolerance
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(("backend", "twice"), [("reference", False), ("triton", False), ("triton", True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recent", [0, 4])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_rows_among_others_in_the_residual_are_the_formula(kind, biased, recent, dtype, backend, device):
+def test_rows_among_others_in_the_residual_are_the_formula(kind, biased, recent, dtype, backend, twice, device):
     """Two rows that are nobody's before each sequence: what the residual's gradient has there is zero."""
     rows, others, tolerance = sum(LENGTHS), 2 * len(LENGTHS), 3e-6 if dtype == torch.float32 else 8e-3
     ahead = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)) + 1
@@ -102,12 +102,19 @@ def test_rows_among_others_in_the_residual_are_the_formula(kind, biased, recent,
     wide = [None if t is None else t.detach().double().requires_grad_() for t in given]
     expected = formula(wide[0], wide[1][places], *wide[2:], kind, LENGTHS, recent)
     offsets = offsets_of(LENGTHS, device)
+    options = {
+        "kind": kind, "eps": EPS, "residual": residual, "residual_bias": given[2], "places": places, "others": nobody,
+        "offsets": offsets, "recent": recent, "backend": backend,
+    }  # fmt: skip
     with poisoned():
-        got = norm_rows(
-            x, weight, given[4], kind=kind, eps=EPS, residual=residual, residual_bias=given[2], places=places,
-            others=nobody, offsets=offsets, recent=recent, backend=backend,
-        )  # fmt: skip
-    readers = 3 if recent else 2
+        if twice:
+            got = norm_rows_twice(x, weight, given[4], bare_eps=0.02, **options)
+            centred = expected[1] - expected[1].mean(-1, keepdim=True)
+            bare = centred / (centred.square().mean(-1, keepdim=True) + 0.02).sqrt()
+            got, expected = (got[3], *got[:3]), (bare, *expected)
+        else:
+            got = norm_rows(x, weight, given[4], **options)
+    readers = 2 + bool(recent) + twice
     for a, b in zip(got[:readers], expected, strict=False):
         assert a.dtype == dtype
         assert relative_error(a, b) < tolerance

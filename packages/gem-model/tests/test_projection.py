@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from gem_kernels.nn import NormLinear
 from gem_model import embed, interaction, interformer, preset, projection
 from gem_model.dhen import DHEN
 from gem_model.interaction import TokenMix, Wukong
-from gem_model.projection import linear_of, project, project_apart, project_both, with_bias
+from gem_model.projection import linear_of, project, project_apart, project_bare, project_both, with_bias
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -163,3 +164,16 @@ def test_rows_apart_are_rows_and_their_gradient_is_added(watched):
     found = torch.autograd.grad([with_bias(out, bias), rest], leaves, probes)
     wanted = torch.autograd.grad([linear(x), linear(x)[others]], leaves, probes)
     torch.testing.assert_close(found, wanted)
+
+
+def test_a_projection_takes_over_the_weight_and_bias_of_its_norm():
+    layer = NormLinear(6, 4, norm="layer").double()
+    for p in layer.parameters():
+        torch.nn.init.normal_(p)
+    x = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    out, bias = project_bare(layer, torch.nn.functional.layer_norm(x, (6,), eps=layer.norm.eps))
+    wanted = layer.linear(torch.nn.functional.layer_norm(x, (6,), layer.norm.weight, layer.norm.bias, layer.norm.eps))
+    torch.testing.assert_close(out, wanted)
+    leaves, probe = [x, *layer.parameters()], torch.randn_like(out)
+    found = torch.autograd.grad(with_bias(out, bias), leaves, probe)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, leaves, probe))

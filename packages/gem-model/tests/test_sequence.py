@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gem_kernels import most_recent, rotary_heads
-from gem_model import preset
+from gem_kernels.nn import RMSNorm
+from gem_model import preset, sequence
 from gem_model.interformer import Tower
+from gem_model.projection import project_bare
 from gem_model.sequence import ROPE_BASE, ROTE_BASE, History, HistoryAttention, PersonalisedFFN, place_events
 from gem_model.testing import RandomSequence
 
@@ -197,11 +199,22 @@ def test_places_of_no_events():
     assert [t.shape for t in place_events(none, torch.tensor([5, 6]), 1.0)] == [(0,)] * 3
 
 
+def rows_twice(self, x, residual, residual_bias, offsets, recent, places, others, bare_eps):
+    """What `norm_rows_twice` is, of plain operators: where no kernel runs, the model norms the rows once more."""
+    found = self.rows(x, residual, residual_bias, offsets, recent, places, others)
+    return *found, F.layer_norm(found[1], found[1].shape[1:], eps=bare_eps)
+
+
+@pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("attention", ["softmax", "gdpa"])
-def test_cls_tokens_ask_among_the_events_as_beside_them(attention, monkeypatch):
+def test_cls_tokens_ask_among_the_events_as_beside_them(attention, bare, monkeypatch):
     """A whole tower with pooling by seeds, twice, so that what is added is settled where it lies among CLS tokens."""
     config = preset("tiny", attention=attention, qk_norm=True, pma_seeds=5, pma_queries=2, recent=2)
-    towers = [randomised(Tower(config, config.width)) for _ in range(2)]
+    towers = [randomised(Tower(config, config.width, last=i == 1)) for i in range(2)]
+    used = []
+    if bare:
+        monkeypatch.setattr(RMSNorm, "rows_twice", rows_twice)
+        monkeypatch.setattr(sequence, "project_bare", lambda *a: used.append(1) or project_bare(*a))
     h = history(config.width)
     cls = torch.randn(4, 3, config.width, dtype=torch.float64, requires_grad=True)
     x_sum = torch.randn(4, config.n_sum, config.width, dtype=torch.float64, requires_grad=True)
@@ -218,6 +231,7 @@ def test_cls_tokens_ask_among_the_events_as_beside_them(attention, monkeypatch):
 
     assert towers[0].sequence.attention.together
     seen, found = run()
+    assert bool(used) == bare
     monkeypatch.setattr(HistoryAttention, "together", False)
     wanted, gradients = run()
     torch.testing.assert_close(seen, wanted)

@@ -17,7 +17,7 @@ from gem_kernels.projections import Among, Turn, gated_heads, rotary_heads, sigm
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
 from gem_kernels.sequences.padded import jagged_to_padded, padded_to_jagged
-from gem_kernels.stream import norm_rows
+from gem_kernels.stream import norm_rows, norm_rows_twice
 
 __all__ = [
     "Among",
@@ -42,6 +42,7 @@ __all__ = [
     "nn",
     "norm_linear",
     "norm_rows",
+    "norm_rows_twice",
     "padded_to_jagged",
     "position_bias",
     "qk_norm",

@@ -18,7 +18,7 @@ from gem_kernels.jagged_attention import jagged_attention
 from gem_kernels.norms import layer_norm, rms_norm
 from gem_kernels.projections import key_value
 from gem_kernels.rotary import rope
-from gem_kernels.stream import norm_rows
+from gem_kernels.stream import norm_rows, norm_rows_twice
 
 Window = tuple[int | None, int | None] | None
 
@@ -54,6 +54,23 @@ class RMSNorm(nn.Module):
         return norm_rows(
             x, self.weight, kind="rms", eps=self.eps, residual=residual, residual_bias=residual_bias, offsets=offsets,
             recent=recent, places=places, others=others,
+        )  # fmt: skip
+
+    def rows_twice(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        residual_bias: Tensor | None,
+        offsets: Tensor,
+        recent: int,
+        places: Tensor,
+        others: Tensor,
+        bare_eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """See `norm_rows_twice`."""
+        return norm_rows_twice(
+            x, self.weight, kind="rms", eps=self.eps, bare_eps=bare_eps, residual=residual,
+            residual_bias=residual_bias, places=places, others=others, offsets=offsets, recent=recent,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

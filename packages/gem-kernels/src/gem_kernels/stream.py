@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from gem_kernels import dispatch, norms, sequences
 from gem_kernels.norms import placed
 
-__all__ = ["norm_rows"]
+__all__ = ["norm_rows", "norm_rows_twice"]
 
 
 def norm_rows(
@@ -94,6 +94,55 @@ def norm_rows(
         assert offsets is not None
         latest = sequences.most_recent(total, offsets, recent)
     return y, total, latest
+
+
+def norm_rows_twice(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    kind: Literal["rms", "layer"],
+    eps: float,
+    bare_eps: float,
+    residual: Tensor,
+    residual_bias: Tensor | None = None,
+    places: Tensor,
+    others: Tensor,
+    offsets: Tensor | None = None,
+    recent: int = 0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`norm_rows` with places, and LayerNorm of h without weight and bias, for a reader who has these in its weights.
+
+    Args:
+        bare_eps: of that LayerNorm.
+        others: all as of `norm_rows`.
+
+    Returns:
+        As `norm_rows`, and the bare rows [T, C]; None where no kernel makes them in passing (the reference, and where
+        torch.compile or a dispatch mode looks on), since then a norm of its own costs no more.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `norm_rows`.
+    """
+    asked = {"residual": residual, "residual_bias": residual_bias, "places": places, "others": others}
+    name = dispatch.choose("norms", x, backend, (f"norm:{kind}", "residual"))
+    watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    if name == dispatch.REFERENCE or watched:
+        rest = {"offsets": offsets, "recent": recent, "backend": backend}
+        return *norm_rows(x, weight, bias, kind=kind, eps=eps, **asked, **rest), None  # type: ignore[arg-type]
+    if bare_eps <= 0:
+        raise ValueError(f"bare_eps must be positive; got {bare_eps}")
+    _check_places(x, residual, places, others)
+    norms._check(x, x, weight, bias, residual_bias, eps)
+    if recent:
+        if offsets is None:
+            raise ValueError("the most recent rows need offsets")
+        sequences._check_offsets("offsets", offsets, x, False)
+    return _PlacedTwice.apply(  # type: ignore[no-any-return]
+        x, residual, residual_bias, weight, bias, places, others, offsets if recent else None, recent, kind,
+        float(eps), name, float(bare_eps),
+    )  # fmt: skip
 
 
 def _check_places(x: Tensor, residual: Tensor | None, places: Tensor, others: Tensor | None) -> None:
@@ -198,7 +247,7 @@ class _Placed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.rest = (kind, eps)
         ctx.name = name
-        y, total = placed.forward(x, residual, places, weight, bias, *ctx.rest)
+        y, total, _ = placed.forward(x, residual, places, weight, bias, *ctx.rest)
         ctx.save_for_backward(total, places, others, weight, bias, residual_bias, offsets)
         return y, total, None if offsets is None else sequences._most_recent(total, offsets, recent, name)
 
@@ -207,15 +256,48 @@ class _Placed(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dlatest: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        total, places, others, weight, bias, residual_bias, offsets = ctx.saved_tensors
-        dy = torch.zeros_like(total) if dy is None else dy
-        dx, dresidual, (dweight, dbias, dsums) = placed.backward(
-            dy, dtotal, total, places, others, weight, bias, residual_bias, *ctx.rest
-        )
-        if dlatest is not None and dx.shape[0]:
-            there = _add_latest(dx, dsums, dlatest, offsets, ctx.name)
-            back = torch.arange(1, dlatest.shape[1] + 1, device=dx.device)
-            rows = (offsets[1:, None] - back).clamp(min=0).flatten()  # where there is none, nothing is added to any
-            added = torch.where(there[..., None], dlatest, 0).flatten(0, 1)
-            dresidual.index_add_(0, places[rows], added.to(dresidual.dtype))
-        return dx, dresidual, dsums, dweight, dbias, *(None,) * 7
+        return *_placed_backward(ctx, dy, dtotal, dlatest), *(None,) * 7
+
+
+class _PlacedTwice(torch.autograd.Function):
+    """The same with a second norm of the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, residual_bias: Tensor | None, weight: Tensor | None,
+        bias: Tensor | None, places: Tensor, others: Tensor, offsets: Tensor | None, recent: int, kind: str,
+        eps: float, name: str, bare_eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.rest, ctx.name, ctx.bare_eps = (kind, eps), name, bare_eps
+        y, total, bare = placed.forward(x, residual, places, weight, bias, kind, eps, bare_eps)
+        ctx.save_for_backward(total, places, others, weight, bias, residual_bias, offsets)
+        latest = None if offsets is None else sequences._most_recent(total, offsets, recent, name)
+        return y, total, latest, bare
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dlatest: Tensor | None, dbare: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return *_placed_backward(ctx, dy, dtotal, dlatest, dbare, ctx.bare_eps), *(None,) * 8
+
+
+def _placed_backward(
+    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dlatest: Tensor | None, dbare: Tensor | None = None,
+    bare_eps: float | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of x, residual, residual_bias, weight and bias."""
+    total, places, others, weight, bias, residual_bias, offsets = ctx.saved_tensors
+    kind, eps = ctx.rest
+    dy = torch.zeros_like(total) if dy is None else dy
+    dx, dresidual, (dweight, dbias, dsums) = placed.backward(
+        dy, dtotal, total, places, others, weight, bias, residual_bias, kind, eps, dbare, bare_eps
+    )
+    if dlatest is not None and dx.shape[0]:
+        there = _add_latest(dx, dsums, dlatest, offsets, ctx.name)
+        back = torch.arange(1, dlatest.shape[1] + 1, device=dx.device)
+        rows = (offsets[1:, None] - back).clamp(min=0).flatten()  # where there is none, nothing is added to any
+        added = torch.where(there[..., None], dlatest, 0).flatten(0, 1)
+        dresidual.index_add_(0, places[rows], added.to(dresidual.dtype))
+    return dx, dresidual, dsums, dweight, dbias

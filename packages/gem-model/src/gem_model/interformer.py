@@ -61,7 +61,7 @@ class Tower(nn.Module):
     A tower of another width than the model's has two projections: ``enter`` for X_sum, ``leave`` for S_sum.
     """
 
-    def __init__(self, config: GemConfig, width: int, *, events_attend: bool = True) -> None:
+    def __init__(self, config: GemConfig, width: int, *, events_attend: bool = True, last: bool = True) -> None:
         super().__init__()
         same = config.width == width
         self.enter = nn.Identity() if same else nn.Linear(width, config.width)
@@ -70,6 +70,8 @@ class Tower(nn.Module):
         layer = HSTULayer if config.sequence_layer == "hstu" else SequenceLayer
         self.sequence = layer(config, events_attend=events_attend)
         self.pma = make_pool(config)
+        ffn = None if last else getattr(self.sequence, "ffn", None)  # the next tower is alike
+        self.bare_eps = None if ffn is None else float(ffn.up.norm.eps)
         self.norm = LayerNorm(config.width)
         self.gating = Gating(config.width)
 
@@ -79,7 +81,7 @@ class Tower(nn.Module):
         history, cls = self.sequence(history, cls, x_sum)
         parts = [cls]
         if self.pma is not None:
-            pooled, history, latest = pool(self.pma, history, self.recent)
+            pooled, history, latest = pool(self.pma, history, self.recent, self.bare_eps)
             parts += [pooled] if latest is None else [pooled, latest]
         else:
             history = history.settled()
@@ -116,8 +118,17 @@ class InterFormerLayer(nn.Module):
         events_attend = config.events_attend(index)
         self.sources = list(cls_tokens)
         self.summary = Summary(n_in, config) if cls_tokens else None
+        depth = {tower.source: config.layers if tower.layers is None else tower.layers for tower in config.towers}
         self.towers = ByName(
-            {source: Tower(config.of(source), config.width, events_attend=events_attend) for source in cls_tokens}
+            {
+                source: Tower(
+                    config.of(source),
+                    config.width,
+                    events_attend=events_attend,
+                    last=index + 1 >= depth.get(source, config.layers),
+                )
+                for source in cls_tokens
+            }
         )
         self.interaction = interaction(
             n_in + sum(c + config.pma_queries + config.recent for c in cls_tokens.values()), config

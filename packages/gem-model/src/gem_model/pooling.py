@@ -44,20 +44,32 @@ class SeedPooling(nn.Module):
         residual_bias: Tensor | None = None,
         recent: int = 0,
         seats: Seats | None = None,
+        bare_eps: float | None = None,
     ) -> Any:
         """Tokens [T, d] of offsets [B + 1] -> [B, q, d]; with a residual, of s + residual, and that sum as well; with
         ``recent``, also the most recent rows of that, [B, recent, d]. With seats the residual is [T + B C, d] and has
-        the events' rows there; not where the reader is `watched`.
+        the events' rows there, and what is returned is that, the sum, the most recent rows or None, and LayerNorm of
+        the sum without weight and bias where a kernel makes it with ``bare_eps``, or None; not where the reader is
+        `watched`.
         """
         if watched(self.read):
             z, *others = self._read(s, offsets, max_len, residual, residual_bias, recent)
         else:
             kv = self.read.kv
             residual = None if residual is None else residual.to(s.dtype)
-            at = (None, None) if seats is None else (seats.events, seats.cls)
-            normal, *others = kv.norm.rows(s, residual, residual_bias, offsets, recent, *at)  # type: ignore[operator, union-attr]
+            given = (s, residual, residual_bias, offsets, recent)
+            if seats is None:
+                normal, *others = kv.norm.rows(*given)  # type: ignore[operator, union-attr]
+            elif bare_eps is None:
+                normal, *others = kv.norm.rows(*given, seats.events, seats.cls)  # type: ignore[operator, union-attr]
+                others.append(None)
+            else:
+                normal, *others = kv.norm.rows_twice(*given, seats.events, seats.cls, bare_eps)  # type: ignore[operator, union-attr]
             z = self.read.pooled(kv.linear(normal), offsets, max_len)  # type: ignore[operator]
-        pooled, (total, latest) = self._combine(self.norm(z)), others
+        pooled = self._combine(self.norm(z))
+        if seats is not None:
+            return pooled, *others
+        total, latest = others
         if recent:
             return pooled, total, latest
         return pooled if residual is None else (pooled, total)
@@ -105,9 +117,11 @@ def watched(reader: PMA) -> bool:
     return type(kv) is not NormLinear or hooked(reader) or hooked(kv) or hooked(kv.norm) or hooked(kv.linear)
 
 
-def pool(module: nn.Module, history: History, recent: int) -> tuple[Tensor, History, Tensor | None]:
+def pool(
+    module: nn.Module, history: History, recent: int, bare_eps: float | None = None
+) -> tuple[Tensor, History, Tensor | None]:  # fmt: skip
     """What a pooling makes of the tokens, [B, q, d], the history with the tokens settled, and the most recent of them,
-    [B, recent, d], if asked for.
+    [B, recent, d], if asked for. With ``bare_eps``, somebody else is to norm the tokens with this eps.
     """
     at = (history.offsets, history.max_len)
     reader = module.read if isinstance(module, SeedPooling) else module
@@ -116,9 +130,14 @@ def pool(module: nn.Module, history: History, recent: int) -> tuple[Tensor, Hist
     seats = history.seats if sits else None
     if more is not None and (type(reader.kv) is not NormLinear or (history.seated and seats is None)):
         more, bias = history.whole, None  # of a precision recipe, or read by modules that know of no seats
-    if isinstance(module, SeedPooling) and (recent or seats is not None):
-        pooled, tokens, *latest = module(history.tokens, *at, more, bias, recent, seats)
-        return pooled, history.settled(tokens), latest[0] if recent else None
+    if seats is not None:
+        if module._compiled_call_impl is not None:
+            bare_eps = None  # no kernel of ours there; and one graph serves all layers
+        pooled, tokens, latest, bare = module(history.tokens, *at, more, bias, recent, seats, bare_eps)
+        return pooled, history.settled(tokens, bare, bare_eps or 0.0), latest
+    if isinstance(module, SeedPooling) and recent:
+        pooled, tokens, latest = module(history.tokens, *at, more, bias, recent)
+        return pooled, history.settled(tokens), latest
     if more is None:
         pooled = module(history.tokens, *at)
     else:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -79,6 +80,34 @@ def project(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if not plain(linear) or linear.bias is None:
         return linear(x), None
     return F.linear(x, linear.weight, linear.bias.detach()), linear.bias  # type: ignore[arg-type, return-value, operator]
+
+
+def project_bare(layer: NormLinear, bare: Tensor) -> tuple[Tensor, Tensor]:
+    """What a projection behind a LayerNorm makes of rows that are normed but for the norm's weight and bias, and a bias
+    as :func:`project` gives it: W (g * x + h) + b = (W g) x + (W h + b).
+    """
+    norm, linear = layer.norm, layer.linear
+    weight, bias = _Folded.apply(linear.weight, linear.bias, norm.weight, norm.bias)
+    return F.linear(bare, weight, bias.detach()), bias
+
+
+class _Folded(torch.autograd.Function):
+    """W g [out, in] and W h + b [out], of W [out, in], b [out], g [in] and h [in], in W's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, b: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.dtypes = g.dtype, h.dtype
+        g, h = g.to(w.dtype), h.to(w.dtype)
+        ctx.save_for_backward(w, g, h)
+        return w * g, torch.addmv(b.to(w.dtype), w, h)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, ...]:
+        w, g, h = ctx.saved_tensors
+        total = torch.promote_types(w.dtype, torch.float32)
+        dg, dh = (dweight * w).sum(0, dtype=total), torch.mv(w.t(), dbias)
+        return torch.addr(dweight * g, dbias, h), dbias, dg.to(ctx.dtypes[0]), dh.to(ctx.dtypes[1])
 
 
 def project_both(first: nn.Module, x: Tensor, second: nn.Module, y: Tensor) -> tuple[Tensor, Tensor | None]:

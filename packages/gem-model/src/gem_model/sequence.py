@@ -18,7 +18,16 @@ from gem_model.batch import SequenceLike
 from gem_model.config import GemConfig
 from gem_model.interaction import TokenMix
 from gem_model.lanes import Lane
-from gem_model.projection import hooked, plain, project, project_apart, project_both, with_bias, working_dtype
+from gem_model.projection import (
+    hooked,
+    plain,
+    project,
+    project_apart,
+    project_bare,
+    project_both,
+    with_bias,
+    working_dtype,
+)
 from gem_model.sharing import Requests
 
 ROPE_BASE = 10_000.0
@@ -65,6 +74,8 @@ class History:
     more: Tensor | None = None  # [T, d]; [T + B C, d] where it is `seated`
     more_bias: Tensor | None = None  # [d]
     requests: Requests | None = None  # whose samples share these histories; None is one sample each
+    bare: Tensor | None = None  # LayerNorm of the tokens without weight and bias [T, d], where a kernel made it ...
+    bare_eps: float = 0.0  # ... with this eps
     seats: Seats | None = None  # made once for all layers
     seated: bool = False  # what is added to event t is row seats.events[t] of ``more``
     lane: Lane | None = None  # what works on them is captured there
@@ -75,11 +86,13 @@ class History:
         assert self.more is None
         return replace(self, more=more, more_bias=bias, seats=seats or self.seats, seated=seats is not None)
 
-    def settled(self, tokens: Tensor | None = None) -> History:
-        """With ``more`` added; ``tokens`` is the sum where somebody has it already."""
+    def settled(self, tokens: Tensor | None = None, bare: Tensor | None = None, bare_eps: float = 0.0) -> History:
+        """With ``more`` added; ``tokens`` is the sum where somebody has it already, ``bare`` a norm of it."""
         if tokens is None:
             tokens = self.tokens if self.more is None else self.tokens + self.whole.to(self.tokens.dtype)
-        return replace(self, tokens=tokens, more=None, more_bias=None, seated=False)
+        return replace(
+            self, tokens=tokens, more=None, more_bias=None, seated=False, bare=bare, bare_eps=bare_eps
+        )  # fmt: skip
 
     def meet(self) -> None:
         """What is enqueued on the lane from now on may read what comes from outside."""
@@ -99,7 +112,10 @@ class History:
 
 def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, History]:
     """What a layer makes of the tokens, [T, out], its bias as :func:`project` gives it, and the history settled."""
-    if type(layer) is NormLinear and not hooked(layer) and not hooked(layer.norm) and not history.seated:
+    whole = type(layer) is NormLinear and not hooked(layer) and not hooked(layer.norm)
+    if whole and history.bare is not None and history.more is None and _folds(layer, history.bare_eps):
+        return *project_bare(layer, history.bare), history.settled()
+    if whole and not history.seated:
         more = None if history.more is None else history.more.to(history.tokens.dtype)
         out, tokens, _ = layer.norm.rows(history.tokens, more, history.more_bias)  # type: ignore[operator]
         return (*project(layer.linear, out), history.settled(tokens))
@@ -122,6 +138,12 @@ def askers(x: Tensor, history: History) -> tuple[Tensor, Tensor, int]:
 def answers(x: Tensor, history: History) -> Tensor:
     """What `askers` were told, [B, ...], in the order of the samples."""
     return x if history.requests is None else x[history.requests.back]
+
+
+def _folds(layer: NormLinear, eps: float) -> bool:
+    """Whether the layer's norm is a LayerNorm with this eps, whose weight and bias its projection can take over."""
+    norm, linear = layer.norm, layer.linear
+    return isinstance(norm, nn.LayerNorm) and norm.eps == eps and plain(linear) and linear.bias is not None
 
 
 def uniform_offsets(batch: int, count: int, device: torch.device) -> Tensor:

@@ -17,6 +17,8 @@ from gem_kernels.tiling import CompileCase, Tile, launch, load_rows, rows_of, si
 
 __all__ = ["backward", "compile_cases", "forward"]
 
+TWICE = 384  # programs of a backward pass of two norms: its registers leave room for three on an SM
+
 
 @triton.jit
 def _vector(base, C: tl.constexpr, CP: tl.constexpr):
@@ -36,9 +38,9 @@ def _normal(x, C: tl.constexpr, CP: tl.constexpr, EPS: tl.constexpr, LAYER: tl.c
 
 @triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    x_ptr, residual_ptr, places_offsets, weight_f32, bias_f32, y_ptr, total_ptr, x_row, residual_row, rows,
+    x_ptr, residual_ptr, places_offsets, weight_f32, bias_f32, y_ptr, total_ptr, bare_ptr, x_row, residual_row, rows,
     C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, BARE: tl.constexpr, BARE_EPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = row < rows
@@ -47,12 +49,25 @@ def _forward_kernel(
     x += load_rows(residual_ptr, place, inside, residual_row, C, CP, True).to(tl.float32)
     rounded = x.to(total_ptr.dtype.element_ty)  # what is normed is the sum that the caller gets
     store_rows(total_ptr, rounded, row, inside, C, C, CP)
-    y, _ = _normal(rounded.to(tl.float32), C, CP, EPS, LAYER)
+    x = rounded.to(tl.float32)
+    if BARE:
+        bare, _ = _normal(x, C, CP, BARE_EPS, True)
+        store_rows(bare_ptr, bare, row, inside, C, C, CP)
+    y, _ = _normal(x, C, CP, EPS, LAYER)
     if WEIGHT:
         y *= _vector(weight_f32, C, CP)
     if BIAS:
         y += _vector(bias_f32, C, CP)
     store_rows(y_ptr, y, row, inside, C, C, CP)
+
+
+@triton.jit
+def _back(dy, normal, inverse, C: tl.constexpr, LAYER: tl.constexpr):
+    """The gradient of rows from that of their norm."""
+    d = dy - normal * (tl.sum(dy * normal, axis=1)[:, None] / C)
+    if LAYER:
+        d -= tl.sum(dy, axis=1)[:, None] / C
+    return d * inverse
 
 
 @triton.jit
@@ -65,10 +80,11 @@ def _fold(x, BM: tl.constexpr, CP: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _backward_kernel(
-    x_ptr, dy_ptr, dtotal_ptr, places_offsets, weight_f32, dx_ptr, dresidual_ptr, parts_f32,
-    dy_row, dtotal_row, rows, tiles,
+    x_ptr, dy_ptr, dtotal_ptr, dbare_ptr, places_offsets, weight_f32, dx_ptr, dresidual_ptr, parts_f32,
+    dy_row, dtotal_row, dbare_row, rows, tiles,
     C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr, DTOTAL: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
+    BARE: tl.constexpr, BARE_EPS: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     if WEIGHT:
@@ -90,10 +106,12 @@ def _backward_kernel(
         if WEIGHT:
             dweight += _fold(dy * normal, BM, CP, LANES)
             dy = dy * weight
-        d = dy - normal * (tl.sum(dy * normal, axis=1)[:, None] / C)
-        if LAYER:
-            d -= tl.sum(dy, axis=1)[:, None] / C
-        d *= inverse
+        d = _back(dy, normal, inverse, C, LAYER)
+        if BARE:
+            dbare = load_rows(dbare_ptr, row, inside, dbare_row, C, CP, True).to(tl.float32)
+            normal, inverse = _normal(x, C, CP, BARE_EPS, True)
+            dbare = _back(dbare, normal, inverse, C, True)
+            d += tl.where((tl.arange(0, CP) < C)[None, :], dbare, 0.0)
         if DTOTAL:
             d += load_rows(dtotal_ptr, row, inside, dtotal_row, C, CP, True).to(tl.float32)
         store_rows(dx_ptr, d, row, inside, C, C, CP)
@@ -123,24 +141,28 @@ def _lanes(t: Tile, size: int) -> int:
 
 
 def forward(
-    x: Tensor, residual: Tensor, places: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float
-) -> tuple[Tensor, Tensor]:
-    """y and x + residual[places], [T, C] each."""
+    x: Tensor, residual: Tensor, places: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float,
+    bare_eps: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """y and x + residual[places], [T, C] each; with `bare_eps`, also LayerNorm of that sum without weight and bias."""
     x, residual, (rows, width) = rows_of(x), rows_of(residual), x.shape
     y, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    bare = None if bare_eps is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     t = _tile(width, False)
     launch(
         _forward_kernel, triton.cdiv(rows, t.bm), x.device, t,
         x, residual, places, x if weight is None else weight, x if bias is None else bias, y, total,
-        x.stride(0), residual.stride(0), rows,
+        y if bare is None else bare, x.stride(0), residual.stride(0), rows,
         C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", WEIGHT=weight is not None, BIAS=bias is not None,
+        BARE=bare is not None, BARE_EPS=bare_eps or 1.0,
     )  # fmt: skip
-    return y, total
+    return y, total, bare
 
 
 def backward(
     dy: Tensor, dtotal: Tensor | None, total: Tensor, places: Tensor, others: Tensor, weight: Tensor | None,
-    bias: Tensor | None, residual_bias: Tensor | None, kind: str, eps: float,
+    bias: Tensor | None, residual_bias: Tensor | None, kind: str, eps: float, dbare: Tensor | None = None,
+    bare_eps: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
     """The sum's gradient, for x [T, C] and in the places of the residual [T + N, C], whose `others` are zero; those of
     weight, bias and residual_bias.
@@ -149,20 +171,22 @@ def backward(
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     dresidual = torch.empty(rows + others.shape[0], width, dtype=total.dtype, device=total.device)
     dresidual.index_fill_(0, others, 0)
-    dy, dtotal = rows_of(dy), None if dtotal is None else rows_of(dtotal)
+    dy = rows_of(dy)
+    dtotal, dbare = (None if d is None else rows_of(d) for d in (dtotal, dbare))
     t = _tile(width, True)
-    parts, each = shares(rows, t.bm)
+    parts, each = shares(rows, t.bm, TWICE if dbare is not None else None)  # all on the card at once
     vectors = (weight, bias, residual_bias)
     gradients = [None if v is None else torch.zeros_like(v) for v in vectors]
     into = [g for g in gradients if g is not None]
     sums = torch.empty(parts * len(into) * width, dtype=torch.float32, device=total.device)
+    strides = [dy.stride(0) if d is None else d.stride(0) for d in (dy, dtotal, dbare)]
     launch(
         _backward_kernel, parts, total.device, t,
-        total, dy, dy if dtotal is None else dtotal, places, total if weight is None else weight, dx, dresidual, sums,
-        dy.stride(0), dy.stride(0) if dtotal is None else dtotal.stride(0), rows, each,
+        total, dy, dy if dtotal is None else dtotal, dy if dbare is None else dbare, places,
+        total if weight is None else weight, dx, dresidual, sums, *strides, rows, each,
         C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", DTOTAL=dtotal is not None,
         WEIGHT=weight is not None, BIAS=bias is not None, SUMS=residual_bias is not None, STAGES=t.stages,
-        LANES=_lanes(t, total.element_size()),
+        LANES=_lanes(t, total.element_size()), BARE=dbare is not None, BARE_EPS=bare_eps or 1.0,
     )  # fmt: skip
     if into and parts:
         sum_up(sums, parts, *into)
@@ -172,15 +196,16 @@ def backward(
 def compile_cases() -> list[CompileCase]:
     """At the preset "large", and at a width that is no power of two."""
     cases = []
-    for kind, width in (("rms", 512), ("layer", 72)):
+    for kind, width, bare in (("rms", 512, True), ("rms", 512, False), ("layer", 72, True)):
         layer = kind == "layer"
         shared: dict[str, object] = {"C": width, "EPS": 1e-6, "LAYER": layer, "WEIGHT": True, "BIAS": layer}
+        shared |= {"BARE": bare, "BARE_EPS": 1e-6}
         for name, kernel in (("forward", _forward_kernel), ("backward", _backward_kernel)):
             t = _tile(width, name == "backward")
             constants = {**shared, "CP": t.bn, "BM": t.bm}
             if name == "backward":
                 constants |= {"DTOTAL": True, "SUMS": True, "STAGES": t.stages, "LANES": _lanes(t, 2)}
             types, divisible = signature(kernel, "bf16", constants)
-            title = f"norms placed {kind} {name} bf16 c{width}"
+            title = f"norms placed {kind}{' bare' if bare else ''} {name} bf16 c{width}"
             cases.append(CompileCase(title, kernel, types, constants, t, divisible))
     return cases

@@ -117,10 +117,10 @@ def _gate_tile(hidden: int, backward: bool) -> Tile:
     return Tile(bm=max(1, ELEMENTS // columns), bn=columns, warps=8 if backward else 4, stages=2)
 
 
-def shares(rows: int, bm: int) -> tuple[int, int]:
-    """Programs that share so many rows, and tiles of each."""
+def shares(rows: int, bm: int, most: int | None = None) -> tuple[int, int]:
+    """Programs that share so many rows, `most` of them or `PARTS`, and tiles of each."""
     tiles = triton.cdiv(rows, bm)
-    each = triton.cdiv(tiles, PARTS)
+    each = triton.cdiv(tiles, most or PARTS)
     return triton.cdiv(tiles, each) if tiles else 0, each
 
 

@@ -39,6 +39,7 @@ def bench(arguments: argparse.Namespace) -> int:
         config = _config(arguments)
         out = Path(arguments.out) if arguments.out else new_path(f"bench-{config.recipe}")
     fill = _fill(arguments.fill)
+    out.mkdir(parents=True, exist_ok=True)  # a plan of activations may be written there
     with _job(config) as runtime, Progress(enabled=False) as progress:
         _, trainer = assemble(
             config, runtime, RunDir(out), events=Events(None), progress=progress, build=on_device(runtime)
@@ -55,7 +56,6 @@ def bench(arguments: argparse.Namespace) -> int:
                 by_kernel=arguments.by == "kernel",
             )
         if runtime.is_main:
-            out.mkdir(parents=True, exist_ok=True)
             found = results.circumstances("efficiency") | found
             write_json(out / "efficiency.json", found)
             (out / "profile.toml").write_text(tomli_w.dumps(found["profile"]), encoding="utf-8")

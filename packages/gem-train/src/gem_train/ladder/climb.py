@@ -240,9 +240,8 @@ def _trainer(stand: Stand, config: RunConfig, runtime: Runtime, options: Options
         return gem
 
     with tempfile.TemporaryDirectory() as folder, Progress(enabled=False) as progress:
-        _, trainer = assemble(
-            config, runtime, RunDir(Path(folder) / "run"), events=Events(None), progress=progress, build=build
-        )
+        run = RunDir(Path(folder))  # a plan of activations is written there
+        _, trainer = assemble(config, runtime, run, events=Events(None), progress=progress, build=build)
         layers = [name for name in trainer.parts.units if name.startswith("layers.")]
         if stand.compile:
             compile_layers(trainer)

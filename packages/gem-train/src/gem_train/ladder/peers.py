@@ -321,6 +321,15 @@ class PeerRms(RMSNorm):
             return super().rows(x, residual, residual_bias, offsets, recent, places, others)
         return plain_rows(self, x, residual, residual_bias, offsets, recent, places)
 
+    def rows_twice(
+        self, x: Tensor, residual: Tensor, residual_bias: Tensor | None, offsets: Tensor, recent: int, places: Tensor,
+        others: Tensor, bare_eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """As `RMSNorm.rows_twice`."""
+        if self.operators.norm != "torch":
+            return super().rows_twice(x, residual, residual_bias, offsets, recent, places, others, bare_eps)
+        return *plain_rows(self, x, residual, residual_bias, offsets, recent, places), None
+
 
 def plain_rows(
     norm: nn.Module, x: Tensor, residual: Tensor | None, residual_bias: Tensor | None, offsets: Tensor | None,
