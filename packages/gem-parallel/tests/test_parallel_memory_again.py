@@ -346,7 +346,7 @@ def test_nothing_is_left_of_a_graph_that_is_dropped():
 
 KERNELS = """
     import torch
-    from gem_kernels import Among, Turn, gated_heads, gdpa, layer_norm, norm_rows, rotary_heads
+    from gem_kernels import Among, Turn, gated_heads, gdpa, layer_norm, norm_rows, rms_norm, rotary_heads
     from gem_parallel.memory import worth
     from gem_parallel.memory.again import Saving
     from gem_parallel.memory.keeper import Keeper
@@ -378,6 +378,11 @@ KERNELS = """
         among = Among(rows=torch.stack((q[0], q[5])), places=places, others=others)
         q3, k, v = rotary_heads(qkv, H, (head, head), turns=turns, among=among, bias=net["qkv"].bias, **kinds)
         both = gdpa(q3, k, v, offsets + torch.tensor([0, 1, 2]), offsets, 8, 7, **kinds).flatten(1)
+        among = Among(rows=rms_norm(torch.stack((q[0], q[5])), head, **kinds), places=places, others=others)
+        q4, k4, v4 = rotary_heads(qkv, H, (head, head), turns=turns, among=among, bias=net["qkv"].bias, **kinds)
+        both = both + gdpa(q4, k4, v4, offsets + torch.tensor([0, 1, 2]), offsets, 8, 7, **kinds).flatten(1)
+        q5, k5, v5 = rotary_heads(qkv, H, (head, head), turns=turns, among=among, **kinds)
+        both = both + gdpa(q5, k5, v5, offsets + torch.tensor([0, 1, 2]), offsets, 8, 7, **kinds).flatten(1)
         where = {"residual": both @ down, "places": places, "others": others}
         z2, total, latest2 = norm_rows(z, gain, shift, **where, offsets=offsets, recent=2, **rows)
         z = z2 @ down + (norm_rows(total, gain, shift, **where, **rows)[0] @ down) * latest2.sum()
@@ -416,4 +421,4 @@ def test_the_kernels_results_are_had_again_bit_by_bit():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[0] == "gate gdpa gdpa linear linear mm" + 7 * " norm" + " rotary rotary"
+    assert done.stdout.split("\n")[0] == "gate gdpa linear linear mm" + 7 * " norm" + 4 * " rotary"

@@ -129,24 +129,39 @@ def _rotary(ctx: Any) -> Outputs:
     """(q, k, v, k, v) or (k, v): the values are views of what is kept."""
     count, heads, bases, eps, backend = ctx.rest
     packed, _, *saved = ctx.saved_tensors
-    weights, positions = saved[:count], saved[count : count + len(bases)]
-    if _takes_rows(ctx):
+    weights, positions, places = saved[:count], saved[count : count + len(bases)], saved[count + len(bases) :]
+    if not _takes_rows(ctx):
         args = (packed, None, None, *weights, count, heads, positions, bases, (None, None), 1, eps, backend)
-    else:
-        args = (packed, None, *weights, count, heads, positions, bases, 1, eps, backend)
-    parts = _forward(ctx, *args)
-    return (*parts[:-1], None, parts[-2], None)
+        parts = _forward(ctx, *args)
+        return (*parts[:-1], None, parts[-2], None)
+    found = _rows_of(ctx)
+    if found is not None:
+        node, number, recipe = found
+        rows = recipe.again(node)[number]
+        q, k, _ = _forward(ctx, packed, None, rows, *weights, 2, heads, positions, bases, places, 1, eps, backend)
+        return q, k, None, k, None
+    beside = packed[:, packed.shape[1] // 3 :]  # k and v alone
+    k, _ = _forward(ctx, beside, None, None, weights[1], 1, heads, positions, bases, (None, None), 1, eps, backend)
+    return None, k, None, k, None
 
 
 def _takes_rows(ctx: Any) -> bool:
-    return len(ctx.needs_input_grad) == ctx.rest[0] + 11
+    """Whether other rows stand among the queries. They are an argument that the node does not save."""
+    return ctx.rest[0] == 2 and bool(ctx.needs_input_grad[2])
+
+
+def _rows_of(ctx: Any) -> tuple[Any, int, Recipe] | None:
+    """The node that made those rows, which output they are, and how it is had again, if it is."""
+    edges = ctx.next_functions  # of the tensors: packed, a bias or none, rows, and the weights of two norms or none
+    node, number = edges[1 + len(edges) % 2]
+    recipe = None if node is None else recipe_of(node)
+    return None if recipe is None or recipe is LINEAR or number not in recipe.which(node) else (node, number, recipe)
 
 
 def _turned(ctx: Any) -> Collection[int]:
-    """Not q where other rows stand among it, which the node does not hold."""
     if ctx.rest[0] != 2:
         return (0, 2)
-    return (1, 3) if _takes_rows(ctx) and ctx.needs_input_grad[2] else (0, 1, 3)
+    return (1, 3) if _takes_rows(ctx) and _rows_of(ctx) is None else (0, 1, 3)
 
 
 def _both(node: Any) -> Collection[int]:
