@@ -36,6 +36,16 @@ SHIFT = gl.constexpr(8.0)  # P is at most 2^8, E4M3 goes to 448
 
 
 @gluon.jit
+def _load_queries(inputs, records, q_buf, q_full, q_empty, NC: gl.constexpr, QS: gl.constexpr):
+    """gem-kernels' partition, for whole rows and no bias."""
+    q_desc, tiles_ptr, count_ptr, cursor_ptr = inputs
+    load_queries(
+        (q_desc, tiles_ptr, count_ptr, cursor_ptr, count_ptr, 0), records, q_buf, q_full, q_empty, (-1, -1),
+        BN=KEYS, NC=NC, QS=QS, LEFT=False, RIGHT=False, SHARED=False, ONCE=False, BIAS=0,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _load_keys(inputs, records, buffers, barriers, KS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):
     """Keeps the rings of K and of V^T full, from a tile's last key to its first: short steps, then whole ones."""
     k_desc, v_desc, k_short, v_short, kv_heads = inputs
@@ -341,9 +351,7 @@ def forward_kernel(
     out = (o_desc, o_ptr, lse_ptr, heads)
     eighths = (o8_ptr, o8_scale_ptr, o8_pitch)
     scales = (q_scale_ptr, kv_scale_ptr, kv_heads)
-    nothing = gl.to_tensor(0)  # of a mask or a bias
-    queries = (q_desc, tiles_ptr, count_ptr, cursor_ptr, count_ptr, nothing)
-    mask = (nothing, nothing)
+    queries = (q_desc, tiles_ptr, count_ptr, cursor_ptr)
     keys = (k_desc, v_desc, k_short, v_short, kv_heads)
     shared = (scale, scales, out, eighths, records, buffers, q_barriers, barriers)
     if NC == 3:
@@ -352,7 +360,7 @@ def forward_kernel(
                 (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
                 (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
                 (_consume, (2, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
-                (load_queries, (queries, records, q_buf, q_full, q_empty, mask, KEYS, NC, QS, False, False, False, 0)),
+                (_load_queries, (queries, records, q_buf, q_full, q_empty, NC, QS)),
                 (_load_keys, (keys, records, (k_buf, v_buf), barriers, KS, GROUP, D)),
             ],
             [4, 4, 1, 1],
@@ -363,7 +371,7 @@ def forward_kernel(
             [
                 (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
                 (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX)),
-                (load_queries, (queries, records, q_buf, q_full, q_empty, mask, KEYS, NC, QS, False, False, False, 0)),
+                (_load_queries, (queries, records, q_buf, q_full, q_empty, NC, QS)),
                 (_load_keys, (keys, records, (k_buf, v_buf), barriers, KS, GROUP, D)),
             ],
             [4, 1, 1],
