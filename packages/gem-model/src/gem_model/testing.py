@@ -55,7 +55,7 @@ class RandomBatch:
                 return type(value)(**{f.name: move(getattr(value, f.name)) for f in fields(value)})  # type: ignore[arg-type]
             return value
 
-        return RandomBatch(**{f.name: move(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
+        return type(self)(**{f.name: move(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
 
     def select(self, index: Sequence[int]) -> RandomBatch:
         """The samples ``index``, in that order."""
