@@ -116,10 +116,10 @@ def test_a_card_says_what_a_cpu_says(changes):
     """Float32 within 2e-3, bfloat16 within a twentieth, with and without shared histories; every gradient is finite."""
     torch.manual_seed(0)
     inputs = example_inputs()
-    model = GEM(preset("tiny", width=64, layers=2, **changes), inputs)
-    both = batches(inputs, OF)
-    want = [model(batch) for batch in both]
-    model.cuda()
+    config, both = preset("tiny", width=64, layers=2, **changes), batches(inputs, OF)
+    model, cpu = GEM(config, inputs, device="cuda"), GEM(config, inputs)
+    model.load_state_dict(cpu.state_dict())
+    want = [cpu(batch) for batch in both]
     for batch, logits in zip(both, want, strict=True):
         there = batch.to("cuda")
         torch.testing.assert_close(model(there).cpu(), logits, rtol=2e-3, atol=2e-3)
