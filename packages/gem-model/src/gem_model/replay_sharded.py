@@ -39,7 +39,7 @@ from gem_model.casting import _places as cast_places
 from gem_model.layers import Inputs, Layers
 from gem_model.projection import working_dtype
 from gem_model.replay import WARM_UP, Room, Rooms, at_capacity, autocast_without_cache, on_cuda
-from gem_model.sequence import History
+from gem_model.sequence import History, Seats
 
 Run = Callable[[], list[Tensor]]  # one pass over one layer: what it makes
 Made = tuple[list[Tensor], Callable[[], Any]]  # where that lies, and what makes it there again
@@ -182,16 +182,18 @@ class Weights:
 class Unit:
     """Both passes of one layer, on inputs of one room."""
 
-    def __init__(self, chain: Chain, index: int, inputs: list[Tensor]) -> None:
-        self.chain = chain
+    def __init__(self, chain: Chain, index: int, inputs: list[Tensor], bare: dict[str, float]) -> None:
+        self.chain, self.events = chain, dict(chain.events)
         self.layer = chain.replay.layers[index]
         self.weights = chain.replay.weights[index]
         self.sources: list[str] = self.layer.sources  # type: ignore[assignment]
         self.last = index + 1 == len(chain.replay.layers)
         # Of the histories, what a later layer reads: their sources only become fewer.
         self.handed_on: list[str] = [] if self.last else chain.replay.layers[index + 1].sources  # type: ignore[assignment]
-        self.inputs = inputs  # X, then events and CLS tokens of each source
+        self.inputs, self.bare = inputs, bare  # as `flat` gives them, and which events come normed, with which eps
         self.outputs: list[Tensor] = []  # the same of `handed_on`
+        self.bare_outputs: dict[str, float] = {}
+        self.seats: dict[str, Seats] = {}  # where this layer is the first to need any: they serve the later ones, too
         self.upstream: list[Tensor | None] = []  # the gradient of each output, if it has one
         self.found: list[int] = []  # which of inputs and weights have a gradient ...
         self.gradients: list[Tensor] = []  # ... and where it lies
@@ -201,18 +203,21 @@ class Unit:
         self._sources: list[Tensor] = []
 
     def run_ahead(self) -> list[Tensor]:
-        """The forward pass, by itself."""
+        """The forward pass, by itself; behind the outputs come the parts of `seats`."""
         leaves = [nn.Parameter(t.detach(), requires_grad=False) for t in self.weights.fixed]
         for i in self.weights.wanted:
             leaves[i].requires_grad_()
         self._sources = [*self.inputs, *leaves]
         with torch.enable_grad(), self.weights.exchanged(leaves):
-            x, histories, cls = self.shaped(self.inputs, self.sources, self.chain.events)
+            x, histories, cls = shaped(self.inputs, self.sources, self.events, self.bare)
             lanes = self.chain.replay.layers.lanes.open(self.sources, x)
             histories = {s: replace(h, lane=lanes.get(s)) for s, h in histories.items()}
             x, histories, cls = type(self.layer).forward(self.layer, x, histories, cls)
-        self._live = flat(x, histories, cls, self.handed_on)
-        return self._live
+        handed_on = {s: histories[s] for s in self.handed_on}
+        self._live = flat(x, handed_on, cls, self.handed_on)
+        self.bare_outputs = {s: h.bare_eps for s, h in handed_on.items() if h.bare is not None}
+        self.seats = {s: h.seats for s, h in handed_on.items() if h.seats is not None and self.events[s].seats is None}
+        return self._live + [t for seats in self.seats.values() for t in (seats.events, seats.cls, seats.offsets)]
 
     def run_back(self) -> list[Tensor]:
         """The backward pass of that forward pass."""
@@ -233,23 +238,14 @@ class Unit:
         at = dict(zip(self.found, self.gradients, strict=True))
         return [at.get(i) for i in range(len(self.inputs))]
 
-    def shaped(
-        self, tensors: Sequence[Tensor], sources: list[str], events: dict[str, History]
-    ) -> tuple[Tensor, dict[str, History], dict[str, Tensor]]:
-        """X, histories and CLS tokens of tensors as `flat` gives them."""
-        x, rest = tensors[0], iter(tensors[1:])
-        histories, cls = {}, {}
-        for source in sources:
-            histories[source], cls[source] = replace(events[source], tokens=next(rest)), next(rest)
-        return x, histories, cls
-
     def forward(
         self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, History], dict[str, Tensor]]:
         """In the place of the layer's forward, inside FSDP2's hooks."""
         given = flat(x, histories, cls, self.sources)
+        assert len(given) == len(self.inputs)
         made = _Pass.apply(self, *given, *self.weights.parameters())
-        return self.shaped(made, self.handed_on, histories)
+        return shaped(made, self.handed_on, histories, self.bare_outputs)
 
 
 class Chain:
@@ -267,20 +263,29 @@ class Chain:
         if x.is_cuda and not replay.graphs:  # later ones find kernels compiled
             self._warm_up(inputs)
         self.units: list[Unit] = []
+        self.kept: list[Seats] = []  # whose memory is theirs for good
+        bare: dict[str, float] = {}
         for i in range(len(replay.layers)):
-            unit = Unit(self, i, inputs)
-            unit.outputs, unit.ahead = replay.record(unit.run_ahead)
-            live = zip(unit.outputs, unit._live, strict=True)
-            inputs = [t.detach().requires_grad_(made.requires_grad) for t, made in live]
+            unit = Unit(self, i, inputs, bare)
+            made, unit.ahead = replay.record(unit.run_ahead)
+            live = unit._live
+            unit.outputs, places = made[: len(live)], iter(made[len(live) :])
+            for source, seats in unit.seats.items():
+                self.kept.append(seats)
+                events, others, offsets = (next(places) for _ in range(3))
+                here = Seats(events=events, cls=others, offsets=offsets, count=seats.count)
+                self.events[source] = replace(self.events[source], seats=here)
+            inputs = [t.detach().requires_grad_(of.requires_grad) for t, of in zip(unit.outputs, live, strict=True)]
+            bare = unit.bare_outputs
             self.units.append(unit)
         upstream: list[Tensor | None] = [torch.zeros_like(unit.outputs[0])]
         behind: list[Tensor] = []  # what the next backward pass reads is kept until that is recorded
         for unit in reversed(self.units):
             unit.upstream = upstream
-            made: list[Tensor] = []
-            unit.gradients, unit.back = replay.record(lambda unit=unit, made=made: _noted(unit.run_back(), made))  # type: ignore[misc]
+            owned: list[Tensor] = []
+            unit.gradients, unit.back = replay.record(lambda unit=unit, owned=owned: _noted(unit.run_back(), owned))  # type: ignore[misc]
             unit.release()
-            behind, upstream = made, unit.gradient_of_inputs()
+            behind, upstream = owned, unit.gradient_of_inputs()
         del behind
 
     def run(self, x: Tensor, histories: dict[str, History], cls: dict[str, Tensor]) -> Tensor:
@@ -299,15 +304,14 @@ class Chain:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
-                given = inputs
+                given, bare = inputs, dict[str, float]()
                 for i in range(len(self.replay.layers)):
-                    unit = Unit(self, i, given)
-                    made = unit.run_ahead()
-                    unit.upstream = [torch.zeros_like(t) for t in made]
-                    given = [t.detach().requires_grad_(t.requires_grad) for t in made]
+                    unit = Unit(self, i, given, bare)
+                    unit.run_ahead()
+                    unit.upstream = [torch.zeros_like(t) for t in unit._live]
+                    given, bare = [t.detach().requires_grad_(t.requires_grad) for t in unit._live], unit.bare_outputs
                     unit.run_back()
                     unit.release()
-                    del made
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         gc.collect()
@@ -318,9 +322,26 @@ SHARED = ("offsets", "rank", "age")  # what all layers read of a history
 
 
 def flat(x: Tensor, histories: dict[str, History], cls: dict[str, Tensor], sources: list[str]) -> list[Tensor]:
-    """X, and events and CLS tokens of each of the sources."""
-    assert all(histories[source].more is None for source in sources)
-    return [x, *(t for source in sources for t in (histories[source].tokens, cls[source]))]
+    """X; of each of the sources its events, its CLS tokens, and its events normed, where somebody has done that."""
+    found = [x]
+    for source in sources:
+        history = histories[source]
+        assert history.more is None
+        found += [history.tokens, cls[source], *([] if history.bare is None else [history.bare])]
+    return found
+
+
+def shaped(
+    tensors: Sequence[Tensor], sources: list[str], events: dict[str, History], bare: dict[str, float]
+) -> tuple[Tensor, dict[str, History], dict[str, Tensor]]:
+    """X, histories and CLS tokens of tensors as `flat` gives them."""
+    x, rest = tensors[0], iter(tensors[1:])
+    histories, cls = {}, {}
+    for source in sources:
+        tokens, cls[source] = next(rest), next(rest)
+        normed = {"bare": next(rest), "bare_eps": bare[source]} if source in bare else {"bare": None}
+        histories[source] = replace(events[source], tokens=tokens, **normed)
+    return x, histories, cls
 
 
 def at_address(t: Tensor) -> Tensor:
