@@ -58,6 +58,10 @@ class TestKernels:
                 grads = window.backward(dout, dlse.float(), q, k, v, got, got_lse, cq, ck, dim**-0.5, *sides)
             runs.append((got, got_lse, *grads))
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        with poisoned():
+            again, again_lse = window.forward(q, k, v, cq, ck, dim**-0.5, *sides, ahead=True)
+        assert relative_error(again, expected) < 5e-3
+        assert (again_lse.double() - lse).nan_to_num(0, 0, 0).abs().max() < 1e-4
         assert relative_error(got, expected) < 5e-3
         assert torch.equal(got_lse.isneginf(), lse.isneginf())
         assert (got_lse.double() - lse).nan_to_num(0, 0, 0).abs().max() < 1e-4
@@ -65,21 +69,18 @@ class TestKernels:
             assert relative_error(a, b) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["one pass", "one pass, two groups", "tiles of 128"])
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16)])
 class TestPast:
-    """Self-attention over the past in every configuration."""
+    """Self-attention over the past: scores a step ahead, all gradients in one pass."""
 
     pytestmark = gpu
 
-    def test_both_passes(self, dim, dtype, name):
+    def test_both_passes(self, dim, dtype):
         for left in (64, 130, 0, 10, 63, 65, 300):
-            self.check(dim, dtype, name, left)
+            self.check(dim, dtype, left)
 
-    def check(self, dim, dtype, name, left):
+    def check(self, dim, dtype, left):
         from gem_kernels.jagged_attention import window
-
-        config = window.CONFIGS[name]
 
         generator = torch.Generator().manual_seed(left)
         drawn = torch.randint(0, 700, (60,), generator=generator).tolist()
@@ -91,8 +92,8 @@ class TestPast:
         gradients = torch.autograd.grad((expected * dout.double()).sum() + (lse * dlse).sum(), leaves)
         where = offsets, offsets, dim**-0.5, left, 0
         with poisoned():
-            got, got_lse = window.forward(q, k, v, *where, config=config)
-            runs = [window.backward(dout, dlse.float(), q, k, v, got, got_lse, *where, config=config) for _ in range(2)]
+            got, got_lse = window.forward(q, k, v, *where, ahead=True)
+            runs = [window.backward(dout, dlse.float(), q, k, v, got, got_lse, *where) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
         bound = 1e-3 if dtype == torch.float16 else 5e-3
         assert relative_error(got, expected) < bound
@@ -137,6 +138,33 @@ class TestManyTiles:
         wanted = torch.autograd.grad(expected, exact, dout.double())
         for a, b in zip(torch.autograd.grad(got, leaves, dout), wanted, strict=True):
             assert relative_error(a, b) < 1e-2
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+class TestLong:
+    pytestmark = gpu
+
+    def test_a_sequence_of_32768(self, backend):
+        """Between short ones, against float64 by spans of queries and the keys that they see."""
+        from gem_kernels import jagged_attention
+
+        left, lengths = 200, [70, 32_768, 3]
+        q, k, v, dout, offsets, _ = problem(128, lengths, lengths, heads=1)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = jagged_attention(*leaves, offsets, offsets, 32_768, 32_768, window=(left, 0), backend=backend)
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        spans, begin = [], 0
+        for n in lengths:
+            for a in range(0, n, 1024):
+                b, c = min(a + 1024, n), max(a - left, 0)
+                rows, keys = slice(begin + a, begin + b), slice(begin + c, begin + b)
+                spans.append(dense(exact[0][rows], exact[1][keys], exact[2][keys], [b - a], [b - c], left, 0)[0])
+            begin += n
+        expected = torch.cat(spans)
+        assert relative_error(out, expected) < 5e-3
+        wanted = torch.autograd.grad(expected, exact, dout.double())
+        for got, right in zip(torch.autograd.grad(out, leaves, dout), wanted, strict=True):
+            assert relative_error(got, right) < 1e-2
 
 
 def test_whose_past_it_is():

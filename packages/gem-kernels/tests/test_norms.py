@@ -1,6 +1,8 @@
 """Norms: the reference against formulas in float64, the Triton kernels against both, and what users pass."""
 
+import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -11,15 +13,17 @@ from gem_kernels.tiling import Tile
 
 EPS = 1e-3
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-WIDTHS = [1, 3, 16, 100, 512]
+WIDTHS = [1, 3, 16, 100, 384, 512]
 
 
 @pytest.fixture(autouse=True)
 def small_launches(monkeypatch, device):
     """In the interpreter, few rows span several tiles, and several tiles a program; a GPU runs the real launches."""
     if device.type == "cpu":
-        real = triton.tile
-        monkeypatch.setattr(triton, "tile", lambda width, backward: Tile(bm=4, bn=real(width, backward).bn))
+        real = triton.spread
+        monkeypatch.setattr(
+            triton, "spread", lambda *given, **options: dataclasses.replace(real(*given, **options), rows=4)
+        )
         monkeypatch.setattr(triton, "PARTS", 3)
         monkeypatch.setattr(triton, "SUM", Tile(bm=2, bn=16))
 
@@ -277,13 +281,24 @@ def test_compiles_without_a_graph_break(device):
 
 def test_launches_depend_on_the_shape_alone(monkeypatch):
     monkeypatch.undo()
-    for width in (1, 64, 100, 512, 8192):
-        for backward in (False, True):
-            t = triton.tile(width, backward)
-            assert t.bn >= width
-            assert t.bn == 16 or t.bn < 2 * width
-            assert 8 <= t.bm * t.bn / (32 * t.warps) <= 32  # elements of a thread
+    for width in (1, 64, 100, 384, 512, 1024, 4096, 8192):
+        for backward, size in itertools.product((False, True), (2, 4)):
+            s = triton.spread(width, backward, size)
+            threads, together = 32 * s.warps, s.constants(width, size)["TOGETHER"]
+            assert s.cuts * s.span >= width
+            assert width * size > 1024 or s.span * size <= 512  # a row's sums need no barrier
+            assert s.rows % together == 0
+            assert together * s.span * size <= threads * 16 or together == 1
+            assert 8 <= s.rows * s.cuts * s.span / threads <= 32  # elements of a thread
     assert triton.PARTS == 512
+
+
+def test_widths_that_are_no_power_of_two_waste_little(monkeypatch):
+    """Whole cuts past the end cost nothing; what is left is padding."""
+    monkeypatch.undo()
+    for width in (384, 640, 768, 896, 1536):
+        for backward in (False, True):
+            assert -width % triton.spread(width, backward).span <= width // 4
 
 
 def test_errors():

@@ -68,6 +68,7 @@ CASES = {  # in this order, so that a run that is cut short has the main ones
     "window-64-16384": _window(64, 16384),
     "window-256-16384": _window(256, 16384),
     "window-128-16384": _window(128, 16384),
+    "window-64-32768": _window(64, 32768),
 }
 NAMES = tuple(CASES)
 
@@ -118,33 +119,9 @@ def _windowed(
     return _attend(q, k, v, *where, window=window, backend=backend)
 
 
-class _Configured(torch.autograd.Function):
-    """Self-attention over the past by the Hopper kernels for windows, in a configuration that is not the default."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, left: int, name: str) -> Tensor:
-        from gem_kernels.jagged_attention import window
-
-        ctx.where = offsets, offsets, q.shape[2] ** -0.5, left, 0
-        ctx.config = window.CONFIGS[name]
-        out, lse = window.forward(q, k, v, *ctx.where, config=ctx.config)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        from gem_kernels.jagged_attention import window
-
-        return *window.backward(dout, None, *ctx.saved_tensors, *ctx.where, config=ctx.config), None, None, None
-
-
-def _configured(*inputs: Tensor, offsets: Tensor, left: int, name: str) -> Tensor:
-    return cast(Tensor, _Configured.apply(*inputs, offsets, left, name))
-
-
 def ours(p: Problem, only: str = "", skip: tuple[str, ...] = ()) -> dict[str, tuple[Run, list[Tensor]]]:
-    """The operator on every backend that runs it here, and in every configuration, with its inputs (the packed form has
-    q, k, v in one tensor): those whose name contains `only` and nothing of `skip`.
+    """The operator on every backend that runs it here, with its inputs (packed, q, k, v are in one tensor): those whose
+    name contains `only` and nothing of `skip`.
     """
     return {n: x for n, x in _ours(p).items() if only in n and not any(s in n for s in skip)}
 
@@ -164,12 +141,6 @@ def _ours(p: Problem) -> dict[str, tuple[Run, list[Tensor]]]:
             where = offsets, offsets, p.longest, p.longest
             run = functools.partial(_windowed, where=where, window=(case.window, 0), backend=backend)
             found[backend] = run, p.inputs
-            if backend == "hopper":
-                from gem_kernels.jagged_attention import window
-
-                for name in filter(None, window.CONFIGS):
-                    run = functools.partial(_configured, offsets=offsets, left=case.window, name=name)
-                    found[f"hopper {name}"] = run, p.inputs
             continue
         found[backend] = functools.partial(block_attention, offsets=offsets, backend=backend, **options), p.inputs
         if backend == "hopper":

@@ -191,7 +191,7 @@ def _padded(name: str, back: bool, width: int, device: torch.device, shrink: int
     )  # fmt: skip
 
 
-def _helper(name: str, op: str, width: int, device: torch.device, shrink: int) -> Problem:
+def _helper(name: str, op: str, width: int, device: torch.device, shrink: int, kept: int = KEPT) -> Problem:
     """A jagged helper on lengths uniform in 1..LONGEST."""
     batch, longest = (BATCH, LONGEST) if shrink == 1 else (max(5, BATCH // shrink), 16)
     lengths = cases.half(batch, longest)
@@ -202,9 +202,9 @@ def _helper(name: str, op: str, width: int, device: torch.device, shrink: int) -
     shared: dict[str, Any] = {"name": name, "op": op, "operator": "sequences", "width": width}
     if op == "most_recent":
         return Problem(
-            **shared, inputs=[x], cost=flops.most_recent(lengths, k=KEPT, width=width),
-            ours=lambda x, backend: sequences.most_recent(x, offsets, KEPT, backend=backend),
-            eager=lambda x: reference.most_recent(x, offsets, KEPT),
+            **shared, inputs=[x], cost=flops.most_recent(lengths, k=kept, width=width),
+            ours=lambda x, backend: sequences.most_recent(x, offsets, kept, backend=backend),
+            eager=lambda x: reference.most_recent(x, offsets, kept),
         )  # fmt: skip
     if op == "jagged_add":
         return Problem(
@@ -242,6 +242,7 @@ _MAKE: dict[str, Callable[..., Problem]] = {  # in this order, so that a run tha
     "qk-128": functools.partial(_norm, kind="rms", width=128, packed=True),
     **{f"rope-{dim}": functools.partial(_rotary, dim=dim) for dim in (64, 128)},
     "most-recent-256": functools.partial(_helper, op="most_recent", width=256),
+    "most-recent-256-of-256": functools.partial(_helper, op="most_recent", width=256, kept=256),  # more than L2 holds
     "concat-256": functools.partial(_helper, op="jagged_concat", width=256),
     "split-256": functools.partial(_helper, op="jagged_split", width=256),
     "add-256": functools.partial(_helper, op="jagged_add", width=256),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from gem_kernels.jagged_attention import triton
 from gem_kernels.jagged_attention.window_ahead import ahead_kernel
 from gem_kernels.jagged_attention.window_backward import backward_kernel, statistics_kernel
 from gem_kernels.jagged_attention.window_kernels import forward_kernel, key_gradient_kernel, query_gradient_kernel
-from gem_kernels.jagged_attention.window_wide import wide_kernel
 from gem_kernels.tiling import LOG2E, CompileCase, Tile, launch
 
 __all__ = ["backward", "compile_cases", "forward", "takes"]
@@ -29,43 +27,11 @@ SLOTS = 2  # of the ring
 STATISTICS = Tile(bm=64, bn=64, stages=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """How a kernel sits on an SM: its programs there, the warpgroups of each, and registers of a thread at most."""
-
-    programs: int
-    registers: int
-    groups: int = 1
+def _place(kernel: str, dim: int) -> tuple[int, int]:
+    """A kernel's programs on an SM, and registers of a thread at most."""
+    return (3, 168) if dim == 64 and kernel in ("forward_kernel", "query_gradient_kernel") else (2, 255)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """own: query rows of a forward tile, 64 or 128. one_pass: dQ, dK and dV by one kernel, for self-attention over the
-    past; `across` warpgroups then share the columns of its products. Only the default has run on a card.
-    """
-
-    own: int = 64
-    one_pass: bool = False
-    across: int = 1
-
-    def place(self, kernel: str, dim: int) -> Place:
-        """Of a kernel by its name."""
-        if kernel == "wide_kernel":
-            return Place(programs=2, registers=128, groups=2)
-        if kernel == "backward_kernel":
-            return Place(programs=2, registers=255 // self.across + self.across // 2, groups=self.across)
-        if dim == 64 and kernel != "key_gradient_kernel":
-            return Place(programs=3, registers=168)
-        return Place(programs=2, registers=255)
-
-
-CONFIGS = {
-    "": Config(),
-    "one pass": Config(one_pass=True),
-    "one pass, two groups": Config(one_pass=True, across=2),
-    "tiles of 128": Config(own=128),
-}
-DEFAULT = CONFIGS[""]
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -90,36 +56,35 @@ def _addressable(x: Tensor) -> Tensor:
     return x if aligned and together else x.contiguous()
 
 
-def _layout(dtype: torch.dtype, dim: int, rows: int = ROWS) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, dim], DTYPES[dtype])
+def _layout(dtype: torch.dtype, dim: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([ROWS, dim], DTYPES[dtype])
 
 
-def _descriptor(x: Tensor, own: int = ROWS) -> TensorDescriptor:
+def _descriptor(x: Tensor) -> TensorDescriptor:
     """x [T, H, D] as [T, H * D], in tiles of one head."""
     rows, heads, dim = x.shape
-    return TensorDescriptor(x, [rows, heads * dim], [x.stride(0), 1], [own, dim], _layout(x.dtype, dim, own))
+    return TensorDescriptor(x, [rows, heads * dim], [x.stride(0), 1], [ROWS, dim], _layout(x.dtype, dim))
 
 
 def _launch(
-    config: Config, kernel: Any, own: Tensor, own_offsets: Tensor, other_offsets: Tensor, first: tuple[Any, ...],
-    last: tuple[Any, ...], rows: int = ROWS, **constants: Any,
+    kernel: Any, own: Tensor, own_offsets: Tensor, other_offsets: Tensor, first: tuple[Any, ...],
+    last: tuple[Any, ...], **constants: Any,
 ) -> None:  # fmt: skip
     total, heads, dim = own.shape
-    records = blocks.records(own_offsets, other_offsets, total, rows)
+    records = blocks.records(own_offsets, other_offsets, total, ROWS)
     tiles = records.shape[0] * heads
-    place = config.place(kernel.__name__, dim)
-    kernel[(min(tiles, _processors(own.device) * place.programs),)](
-        *first, records, tiles, *last, D=dim, HEADS=heads, **constants,
-        num_warps=4 * place.groups, maxnreg=place.registers,
-    )  # fmt: skip
+    programs, registers = _place(kernel.__name__, dim)
+    kernel[(min(tiles, _processors(own.device) * programs),)](
+        *first, records, tiles, *last, D=dim, HEADS=heads, **constants, num_warps=4, maxnreg=registers
+    )
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, scale: float, left: int, right: int,
-    *, config: Config = DEFAULT,
+    *, ahead: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """O [Tq, H, D] and LSE [Tq, H]; the scale must be positive. Scores are made a step ahead in what a card has shown
-    right: bfloat16 of 128 columns, self-attention over the past.
+    """O [Tq, H, D] and LSE [Tq, H]; the scale must be positive. `ahead`: by the kernel that makes scores a step ahead;
+    None takes it for self-attention over the past in bfloat16 of 128 columns.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -128,15 +93,13 @@ def forward(
     if k.shape[0] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     q, k, v = (_addressable(x) for x in (q, k, v))
-    own = config.own
-    constants: dict[str, Any] = {"SLOTS": SLOTS} if own == ROWS else {"SLOTS": SLOTS, "OWN": own}
-    ahead = q.dtype == torch.bfloat16 and q.shape[2] == 128 and _of_the_past(q_offsets, k_offsets, right)
-    kernel = wide_kernel if own > ROWS else ahead_kernel if ahead else forward_kernel
+    if ahead is None:
+        ahead = q.dtype == torch.bfloat16 and q.shape[2] == 128 and _of_the_past(q_offsets, k_offsets, right)
     with torch.cuda.device(q.device):
         _launch(
-            config, kernel, q, q_offsets, k_offsets,
-            (_descriptor(q, own), _descriptor(k), _descriptor(v), _descriptor(out, own), out, out.stride(0), lse),
-            (left, right, scale * LOG2E.value), own, **constants,
+            ahead_kernel if ahead else forward_kernel, q, q_offsets, k_offsets,
+            (_descriptor(q), _descriptor(k), _descriptor(v), _descriptor(out), out, out.stride(0), lse),
+            (left, right, scale * LOG2E.value), SLOTS=SLOTS,
         )  # fmt: skip
     return out, lse
 
@@ -149,9 +112,9 @@ def _of_the_past(q_offsets: Tensor, k_offsets: Tensor, right: int) -> bool:
 
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    q_offsets: Tensor, k_offsets: Tensor, scale: float, left: int, right: int, *, config: Config = DEFAULT,
+    q_offsets: Tensor, k_offsets: Tensor, scale: float, left: int, right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK and dV."""
+    """dQ, dK and dV: in one pass for self-attention over the past, else in two."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.shape[0] == 0 or k.shape[0] == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
@@ -159,7 +122,7 @@ def backward(
     lse = lse.contiguous()
     total, heads, dim = q.shape
     lse2, delta = (torch.empty(heads * total, dtype=torch.float32, device=q.device) for _ in range(2))
-    if config.one_pass and _of_the_past(q_offsets, k_offsets, right):
+    if _of_the_past(q_offsets, k_offsets, right):
         launch(
             statistics_kernel, -(-total // STATISTICS.bm) * heads, q.device, STATISTICS,
             out, dout, lse, lse if dlse is None else dlse.contiguous(), lse2, delta, out.stride(0), dout.stride(0),
@@ -167,20 +130,20 @@ def backward(
         )  # fmt: skip
         with torch.cuda.device(q.device):
             _launch(
-                config, backward_kernel, q, q_offsets, k_offsets,
+                backward_kernel, q, q_offsets, k_offsets,
                 (*(_descriptor(x) for x in (q, dout, k, v, dq, dk, dv)), lse2, delta, dq, dk, dv, dq.stride(0)),
-                (left, total, scale * LOG2E.value, scale), ACROSS=config.across,
+                (left, total, scale * LOG2E.value, scale),
             )  # fmt: skip
         return dq, dk, dv
     with torch.cuda.device(q.device):
         _launch(
-            config, query_gradient_kernel, q, q_offsets, k_offsets,
+            query_gradient_kernel, q, q_offsets, k_offsets,
             (*(_descriptor(x) for x in (q, dout, k, v, out, dq)), lse,
              lse if dlse is None else dlse.contiguous(), lse2, delta, dq, dq.stride(0)),
             (left, right, total, scale * LOG2E.value, scale), SLOTS=SLOTS, DLSE=dlse is not None,
         )  # fmt: skip
         _launch(
-            config, key_gradient_kernel, k, k_offsets, q_offsets,
+            key_gradient_kernel, k, k_offsets, q_offsets,
             (*(_descriptor(x) for x in (k, v, q, dout)), lse2, delta, _descriptor(dk), _descriptor(dv),
              dk, dv, dk.stride(0)),
             (left, right, total, scale * LOG2E.value, scale), SLOTS=SLOTS,
@@ -194,24 +157,19 @@ def compile_cases() -> list[CompileCase]:
 
     source: Callable[..., Any] = GluonASTSource
     cases = []
-    for name, kernel, config in (
-        ("forward", forward_kernel, DEFAULT), ("forward, ahead", ahead_kernel, DEFAULT),
-        ("forward of 128", wide_kernel, CONFIGS["tiles of 128"]),
-        ("dq", query_gradient_kernel, DEFAULT), ("dkv", key_gradient_kernel, DEFAULT),
-        ("backward", backward_kernel, CONFIGS["one pass"]),
-        ("backward, two groups", backward_kernel, CONFIGS["one pass, two groups"]),
+    for name, kernel in (
+        ("forward", forward_kernel), ("forward, ahead", ahead_kernel), ("dq", query_gradient_kernel),
+        ("dkv", key_gradient_kernel), ("backward", backward_kernel),
     ):  # fmt: skip
         for dim in (64, 128):
-            place, own = config.place(kernel.__name__, dim), config.own
-            asked = {"SLOTS": SLOTS, "DLSE": True, "OWN": own, "ACROSS": config.across}
+            asked = {"SLOTS": SLOTS, "DLSE": True}
             constants = {"D": dim, "HEADS": 4, **{n: x for n, x in asked.items() if n in kernel.arg_names}}
             types = {}
             for argument in kernel.arg_names:
                 if argument in constants:
                     types[argument] = "constexpr"
                 elif argument.endswith("_desc"):
-                    rows = own if argument in ("q_desc", "o_desc") else ROWS
-                    types[argument] = f"tensordesc<bf16[{rows}, {dim}],{_layout(torch.bfloat16, dim, rows)!r}>"
+                    types[argument] = f"tensordesc<bf16[{ROWS}, {dim}],{_layout(torch.bfloat16, dim)!r}>"
                 elif argument == "records_ptr":
                     types[argument] = "*i32"
                 elif argument in ("lse_ptr", "dlse_ptr", "lse2_ptr", "delta_ptr"):
@@ -221,6 +179,6 @@ def compile_cases() -> list[CompileCase]:
                 else:
                     types[argument] = "fp32" if argument.endswith("scale") else "i32"
             divisible = tuple(a for a in types if a.endswith(("_ptr", "_row")))
-            tile = Tile(bm=own, bn=ROWS, warps=4 * place.groups, registers=place.registers)
+            tile = Tile(bm=ROWS, bn=ROWS, registers=_place(kernel.__name__, dim)[1])
             cases.append(CompileCase(f"window {name} d{dim}", kernel, types, constants, tile, divisible, (90,), source))
     return cases

@@ -130,17 +130,11 @@ def _keep(x, buf):
 def backward_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, lse2_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, g_row,
     records_ptr, tiles, left, total, inner_scale, scale,
-    D: gl.constexpr, HEADS: gl.constexpr, ACROSS: gl.constexpr,
+    D: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """dQ, dK and dV; a query sees the `left` keys before it and its own; `inner_scale` is `scale` log2(e). ACROSS
-    warpgroups share the columns of every product.
-    """
-    SL: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, ACROSS], instr_shape=[16, 64 // ACROSS, 16]
-    )
-    AL: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, ACROSS], instr_shape=[16, D // ACROSS, 16]
-    )
+    """dQ, dK and dV; a query sees the `left` keys before it and its own; `inner_scale` is `scale` log2(e)."""
+    SL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     dtype: gl.constexpr = dk_ptr.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     query_bufs = (_buffer(q_desc, 1, D), _buffer(do_desc, 1, D))

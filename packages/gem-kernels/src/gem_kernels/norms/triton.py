@@ -10,6 +10,8 @@ the bits are the same on every card.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -18,13 +20,95 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gem_kernels import dispatch, tiling
-from gem_kernels.tiling import CompileCase, Tile, launch, load_rows, rows_of, signature, store_rows, strides
+from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature, strides
 
 __all__ = ["applies", "backward", "backward_with_rows", "backward_with_sums", "compile_cases", "forward"]
 
 MAX_WIDTH = 8192
 PARTS = 512  # programs of a backward pass at most, and rows of the first stage's result: 4 on an SM of 128 and more
 SUM = Tile(bm=512, bn=8, warps=8, stages=1)  # the second stage: one step for a program, however few columns there are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How a program's `rows` lie in its threads: tiles are [rows, cuts, span], a row in pieces of `span` columns.
+
+    Triton lays the lanes of a warp along a span, 16 bytes each, then warps along a longer one, then along the rows. So
+    a row cut into pieces of 512 bytes is in one warp: its pieces are in the same threads, and its sums need no barrier.
+    A width that is not cuts * span is padded; whole cuts past its end are known to the compiler, which drops them.
+    """
+
+    rows: int
+    cuts: int
+    span: int
+    warps: int
+    stages: int = 1
+    programs: int = PARTS  # backward, at most: as many as are on the card at once
+    registers: int | None = None  # of a thread at most
+
+    def constants(self, width: int, size: int) -> dict[str, int]:
+        """The kernels', for elements of `size` bytes. TOGETHER: rows that the warps have at once; one that is so far
+        from another is in the same thread.
+        """
+        together = min(self.rows, max(1, self.warps * (32 * 16 // size) // self.span))
+        return {"C": width, "BM": self.rows, "CUTS": self.cuts, "SPAN": self.span, "TOGETHER": together}
+
+
+@triton.jit
+def _columns(CUTS: tl.constexpr, SPAN: tl.constexpr):
+    """[CUTS, SPAN]."""
+    return tl.arange(0, CUTS)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+
+
+@triton.jit
+def _within(C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr):
+    """Which columns there are, as a comparison that is a constant of every register where whole cuts are missing."""
+    if C % SPAN == 0:
+        return (tl.arange(0, CUTS) * SPAN < C)[:, None]
+    else:
+        return _columns(CUTS, SPAN) < C
+
+
+@triton.jit
+def _load(base, at, inside, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr):
+    """Float32 [BM, CUTS, SPAN] of the rows at the element offsets `at`; 0 outside."""
+    where = base + at[:, None, None] + _columns(CUTS, SPAN)[None, :, :]
+    mask = inside[:, None, None]
+    if C != CUTS * SPAN:
+        within = _within(C, CUTS, SPAN)[None, :, :]
+        return tl.where(within, tl.load(where, mask=mask & within, other=0.0).to(tl.float32), 0.0)
+    else:
+        return tl.load(where, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(base, x, row, inside, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr):
+    """Into rows C apart."""
+    where = base + (row * C)[:, None, None] + _columns(CUTS, SPAN)[None, :, :]
+    mask = inside[:, None, None]
+    if C != CUTS * SPAN:
+        mask = mask & _within(C, CUTS, SPAN)[None, :, :]
+    tl.store(where, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _vector(base, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, TOGETHER: tl.constexpr):
+    """[1 or BM, CUTS, SPAN] of a vector, 0 past its end. Where a thread has one row it loads what it needs of the
+    vector itself, and no warp hands it to another.
+    """
+    column = _columns(CUTS, SPAN)
+    if TOGETHER == BM:
+        column = column[None, :, :] + tl.zeros((BM, 1, 1), tl.int32)
+        x = tl.load(base + column, mask=column < C, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(base + column, mask=column < C, other=0.0).to(tl.float32)[None, :, :]
+    return tl.where(_within(C, CUTS, SPAN)[None, :, :], x, 0.0)
+
+
+@triton.jit
+def _row_sum(x):
+    """[BM, CUTS, SPAN] -> [BM, 1, 1]; what a thread has first."""
+    return tl.sum(tl.sum(x, axis=1), axis=1)[:, None, None]
 
 
 @triton.jit
@@ -34,52 +118,79 @@ def _at(rows, row, head, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _vector(base, C: tl.constexpr, CP: tl.constexpr):
-    dim = tl.arange(0, CP)
-    return tl.load(base + dim, mask=dim < C, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def _normalise(x, C: tl.constexpr, CP: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr):
-    """Float32 rows [BM, CP], zero from C on -> the normalised rows, also zero there, and 1 / deviation [BM, 1]."""
+def _normalise(
+    x, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr,
+    EPS: tl.constexpr, LAYER: tl.constexpr,
+):  # fmt: skip
+    """Float32 rows, zero from C on -> the normalised rows, also zero there, and 1 / deviation [BM, 1, 1]."""
     if LAYER:
-        mean = tl.sum(x, axis=1) / C
-        x = tl.where((tl.arange(0, CP) < C)[None, :], x - mean[:, None], 0.0)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / C + EPS)[:, None]
+        x -= _row_sum(x) / C
+        if C != CUTS * SPAN:
+            x = tl.where(_within(C, CUTS, SPAN)[None, :, :], x, 0.0)
+    inverse = tl.rsqrt(_row_sum(x * x) / C + EPS)
     return x * inverse, inverse
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _sigmoid(x, FAST: tl.constexpr):
+    """1 / (1 + e^-x). FAST: two special-function instructions of the card, right to 3e-7, where a division of float32
+    takes ten instructions.
+    """
+    if FAST:
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, is_pure=True, pack=1
+        )
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.sigmoid(x)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
 def _forward_kernel(
     x_ptr, residual_ptr, weight_f32, bias_f32, y_ptr, total_ptr,
-    x_row, x_head, residual_row, residual_head, rows,
-    HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
-    SWISH: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    x_row, x_head, residual_row, residual_head, rows, tiles,
+    HEADS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr,
+    EPS: tl.constexpr, LAYER: tl.constexpr, SWISH: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    inside = row < rows
-    x = load_rows(x_ptr, _at(row, x_row, x_head, HEADS), inside, 1, C, CP, True).to(tl.float32)
-    if RESIDUAL:
-        at = _at(row, residual_row, residual_head, HEADS)
-        x += load_rows(residual_ptr, at, inside, 1, C, CP, True).to(tl.float32)
-        rounded = x.to(total_ptr.dtype.element_ty)  # what is normalised is the sum that the caller gets
-        store_rows(total_ptr, rounded, row, inside, C, C, CP)
-        x = rounded.to(tl.float32)
-    y, _ = _normalise(x, C, CP, EPS, LAYER)
-    if WEIGHT:
-        y *= _vector(weight_f32, C, CP)
+    """STAGES 1: a program has one tile. More: it has several, of which so many are on their way or in use."""
+    if WEIGHT:  # asked for before the rows, so that no row waits for it
+        weight = _vector(weight_f32, C, CUTS, SPAN, BM, TOGETHER)
+    else:
+        weight = 1.0
     if BIAS:
-        y += _vector(bias_f32, C, CP)
-    if SWISH:
-        y = x * tl.sigmoid(y)
-    store_rows(y_ptr, y, row, inside, C, C, CP)
+        bias = _vector(bias_f32, C, CUTS, SPAN, BM, TOGETHER)
+    else:
+        bias = 0.0
+    if STAGES == 1:
+        tiles = 1
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        row = (i * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BM + tl.arange(0, BM)
+        inside = row < rows
+        x = _load(x_ptr, _at(row, x_row, x_head, HEADS), inside, C, CUTS, SPAN)
+        if RESIDUAL:
+            x += _load(residual_ptr, _at(row, residual_row, residual_head, HEADS), inside, C, CUTS, SPAN)
+            rounded = x.to(total_ptr.dtype.element_ty)  # what is normalised is the sum that the caller gets
+            _store(total_ptr, rounded, row, inside, C, CUTS, SPAN)
+            x = rounded.to(tl.float32)
+        y, _ = _normalise(x, C, CUTS, SPAN, EPS, LAYER)
+        if WEIGHT:
+            y *= weight
+        if BIAS:
+            y += bias
+        if SWISH:
+            y = x * _sigmoid(y, FAST)
+        _store(y_ptr, y, row, inside, C, CUTS, SPAN)
 
 
 @triton.jit
-def _fold(x, BM: tl.constexpr, CP: tl.constexpr, LANES: tl.constexpr):
-    """Sums [LANES, CP] of the rows of [BM, CP] that are LANES apart, which are in one thread."""
-    if LANES < BM:
-        x = tl.sum(tl.reshape(x, (BM // LANES, LANES, CP)), axis=0)
+def _fold(x, TOGETHER: tl.constexpr):
+    """Sums [TOGETHER, CUTS, SPAN] of the rows that are TOGETHER apart, which are in one thread."""
+    apart: tl.constexpr = x.shape[0] // TOGETHER
+    if apart > 1:
+        x = tl.sum(tl.reshape(x, (apart, TOGETHER, x.shape[1], x.shape[2])), axis=0)
     return x
 
 
@@ -87,63 +198,65 @@ def _fold(x, BM: tl.constexpr, CP: tl.constexpr, LANES: tl.constexpr):
 def _backward_kernel(
     x_ptr, dy_ptr, dtotal_ptr, weight_f32, bias_f32, dx_ptr, rows_ptr, parts_f32,
     x_row, x_head, dy_row, dy_head, dtotal_row, dtotal_head, rows, tiles,
-    HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr,
-    SWISH: tl.constexpr, DTOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr = False,
+    HEADS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr,
+    EPS: tl.constexpr, LAYER: tl.constexpr, SWISH: tl.constexpr, DTOTAL: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr,
+    FAST: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()  # what follows may come onto the card, where it waits
     part = tl.program_id(0).to(tl.int64)
     if WEIGHT:
-        weight = _vector(weight_f32, C, CP)
-        dweight = tl.zeros((LANES, CP), tl.float32)
+        weight = _vector(weight_f32, C, CUTS, SPAN, BM, TOGETHER)
+        dweight = tl.zeros((TOGETHER, CUTS, SPAN), tl.float32)
     if BIAS:
-        bias = _vector(bias_f32, C, CP)
-        dbias = tl.zeros((LANES, CP), tl.float32)
+        bias = _vector(bias_f32, C, CUTS, SPAN, BM, TOGETHER)
+        dbias = tl.zeros((TOGETHER, CUTS, SPAN), tl.float32)
     if SUMS:
-        sums = tl.zeros((LANES, CP), tl.float32)
+        sums = tl.zeros((TOGETHER, CUTS, SPAN), tl.float32)
     for i in tl.range(0, tiles, num_stages=STAGES):
         row = (i * tl.num_programs(0) + part) * BM + tl.arange(0, BM)  # all programs read neighbouring rows at a time
         inside = row < rows
-        x = load_rows(x_ptr, _at(row, x_row, x_head, HEADS), inside, 1, C, CP, True).to(tl.float32)
-        dy = load_rows(dy_ptr, _at(row, dy_row, dy_head, HEADS), inside, 1, C, CP, True).to(tl.float32)
-        normal, inverse = _normalise(x, C, CP, EPS, LAYER)
-        dx = tl.zeros((BM, CP), tl.float32)
-        if DTOTAL:
-            at = _at(row, dtotal_row, dtotal_head, HEADS)
-            dx += load_rows(dtotal_ptr, at, inside, 1, C, CP, True).to(tl.float32)
+        x = _load(x_ptr, _at(row, x_row, x_head, HEADS), inside, C, CUTS, SPAN)
+        dy = _load(dy_ptr, _at(row, dy_row, dy_head, HEADS), inside, C, CUTS, SPAN)
+        normal, inverse = _normalise(x, C, CUTS, SPAN, EPS, LAYER)
         if ROWS:  # what the forward pass made, for a caller who did not keep it
-            store_rows(rows_ptr, normal * weight if WEIGHT else normal, row, inside, C, C, CP)
+            _store(rows_ptr, normal * weight if WEIGHT else normal, row, inside, C, CUTS, SPAN)
         if SWISH:  # y = x sigmoid(a): x is a factor itself, and a carries the rest
             a = normal
             if WEIGHT:
                 a = a * weight
             if BIAS:
                 a = a + bias
-            open_ = tl.sigmoid(a)
-            dx += dy * open_
-            dy = dy * x * open_ * (1.0 - open_)
+            gate = _sigmoid(a, FAST)
+            straight = dy * gate
+            dy = straight * x
+            dy -= dy * gate
         if BIAS:
-            dbias += _fold(dy, BM, CP, LANES)
+            dbias += _fold(dy, TOGETHER)
         if WEIGHT:
-            dweight += _fold(dy * normal, BM, CP, LANES)
-            dy = dy * weight
-        along = tl.sum(dy * normal, axis=1)[:, None] / C
-        d = dy - normal * along
+            dweight += _fold(dy * normal, TOGETHER)
+            dy *= weight
+        along = _row_sum(dy * normal) / C
         if LAYER:
-            d -= tl.sum(dy, axis=1)[:, None] / C
-        dx += d * inverse
-        store_rows(dx_ptr, dx, row, inside, C, C, CP)
+            dy -= _row_sum(dy) / C
+        dx = (dy - normal * along) * inverse
+        if SWISH:
+            dx += straight
+        if DTOTAL:
+            dx += _load(dtotal_ptr, _at(row, dtotal_row, dtotal_head, HEADS), inside, C, CUTS, SPAN)
+        _store(dx_ptr, dx, row, inside, C, CUTS, SPAN)
         if SUMS:
-            sums += _fold(dx, BM, CP, LANES)
-    dim = tl.arange(0, CP)
-    row = parts_f32 + part * ((WEIGHT + BIAS + SUMS) * C)
+            sums += _fold(dx, TOGETHER)
+    column = _columns(CUTS, SPAN)
+    within = column < C
+    into = parts_f32 + part * ((WEIGHT + BIAS + SUMS) * C) + column
     if WEIGHT:
-        tl.store(row + dim, tl.sum(dweight, axis=0), mask=dim < C)
+        tl.store(into, tl.sum(dweight, axis=0), mask=within)
     if BIAS:
-        tl.store(row + C + dim, tl.sum(dbias, axis=0), mask=dim < C)
+        tl.store(into + C, tl.sum(dbias, axis=0), mask=within)
     if SUMS:
-        tl.store(row + (WEIGHT + BIAS) * C + dim, tl.sum(sums, axis=0), mask=dim < C)
+        tl.store(into + (WEIGHT + BIAS) * C, tl.sum(sums, axis=0), mask=within)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -181,32 +294,57 @@ def applies(problem: dispatch.Problem) -> tuple[bool, str]:
     return tiling.applies_to_dtype(problem)
 
 
-def tile(width: int, backward: bool) -> Tile:
-    """Rows of a program and its warps: at least 2048 elements, 16 (forward 32) of them for a thread up to 4096 columns.
+def spread(width: int, backward: bool, size: int = 2) -> Spread:
+    """How rows of `width` elements of `size` bytes lie in a program.
 
-    Backward, the loads of two more tiles are on their way while one is computed: without them a program spends half
-    of its time with none (docs/notes/norms.md).
+    A row of up to 1024 bytes (forward 2048) is in one warp; a thread has 16 elements of a wider one. Spans are as long
+    as the threads of a row load at once, or half of that where it leaves less padding. Backward, the loads of two more
+    tiles are on their way while one is computed: without them a program spends half of its time with none
+    (docs/notes/norms.md).
     """
-    columns = max(16, triton.next_power_of_2(width))
-    rows = max(1, 2048 // columns)
-    if backward:
-        return Tile(bm=rows, bn=columns, warps=4 if columns < 4096 else 8, stages=3)
-    return Tile(bm=rows, bn=columns, warps=max(2, columns // 1024), stages=1)
-
-
-def lanes(t: Tile, size: int) -> int:
-    """How many rows of a tile the warps of a program load at once, elements of `size` bytes: a row that is so far from
-    another is in the same thread.
-    """
-    return min(t.bm, max(1, t.warps * (32 * 16 // size) // t.bn))
+    lane = 16 // size  # elements that a thread loads at once
+    columns = triton.next_power_of_2(width)
+    one_warp = columns * size <= (1024 if backward else 2048)
+    warps = max(4 if backward else 2, min(8, columns // 512))
+    elements, programs, registers = 16, PARTS, None
+    if backward and columns == 4096:  # 32 warps on an SM, as 8 elements of a thread leave room for
+        warps, elements, programs, registers = 16, 8, 264, 64
+    threads = 32 if one_warp else 32 * warps if columns >= 4096 else columns // 16
+    span = min(columns, threads * lane)
+    if 32 * lane < columns <= 2048 and -width % span >= span // 2 and width <= 2 * span:
+        span //= 2
+    cuts = triton.next_power_of_2(triton.cdiv(width, span))
+    rows = max(1, 32 * warps * lane // span, 32 * warps * elements // (cuts * span))
+    if rows * cuts * span > 512 * warps:  # more than 16 elements of a thread leave room for three programs on an SM
+        programs = PARTS * 3 // 4
+    return Spread(
+        rows=rows,
+        cuts=cuts,
+        span=span,
+        warps=warps,
+        stages=3 if backward else 1,
+        programs=programs,
+        registers=registers,
+    )
 
 
 @functools.cache
 def _early(device: torch.device) -> bool:
     """Whether a kernel may be launched while the one before it runs ("programmatic dependent launch")."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if not _fast(device):
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _fast(device: torch.device) -> bool:
+    """Whether the card has PTX's approximations."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def _launch(kernel: Any, programs: int, device: torch.device, s: Spread, *args: Any, **constants: Any) -> None:
+    tile = Tile(bm=s.rows, bn=s.cuts * s.span, warps=s.warps, stages=s.stages)
+    options = {} if s.registers is None or not _fast(device) else {"maxnreg": s.registers}
+    launch(kernel, programs, device, tile, *args, FAST=_fast(device), **constants, **options)
 
 
 def _rows(*tensors: Tensor) -> tuple[list[Tensor], int]:
@@ -237,13 +375,16 @@ def forward(
     total = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
     views, heads = _rows(x) if residual is None else _rows(x, residual)
     rows = x.numel() // width
-    t = tile(width, False)
-    launch(
-        _forward_kernel, triton.cdiv(rows, t.bm), x.device, t,
+    s = spread(width, False, x.element_size())
+    tiles = triton.cdiv(rows, s.rows)
+    each = 1 if s.stages == 1 else triton.cdiv(tiles, s.programs)
+    _launch(
+        _forward_kernel, triton.cdiv(tiles, each) if tiles else 0, x.device, s,
         views[0], views[-1], x if weight is None else weight, x if bias is None else bias, y, total,
-        *strides(views[0], views[-1]), rows,
-        HEADS=heads, C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish,
+        *strides(views[0], views[-1]), rows, each,
+        HEADS=heads, EPS=eps, LAYER=kind == "layer", SWISH=swish,
         RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
+        STAGES=s.stages, **s.constants(width, x.element_size()),
     )  # fmt: skip
     return y, total
 
@@ -293,23 +434,23 @@ def _run(
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     views, heads = _rows(total, dy) if dtotal is None else _rows(total, dy, dtotal)
     rows = total.numel() // width
-    t = tile(width, True)
-    tiles = triton.cdiv(rows, t.bm)
-    # All programs should be on the card at once: a gated LayerNorm of 512 columns leaves room for three on an SM.
-    each = triton.cdiv(tiles, PARTS * 3 // 4 if swish and kind == "layer" and t.bn == 512 else PARTS)
+    s = spread(width, True, total.element_size())
+    tiles = triton.cdiv(rows, s.rows)
+    programs = min(s.programs, PARTS * 3 // 4) if swish and dtotal is not None else s.programs  # registers for three
+    each = triton.cdiv(tiles, programs)
     parts = triton.cdiv(tiles, each) if tiles else 0
-    early = {"EARLY": True} if _early(total.device) else {}
+    first = {"EARLY": True} if _early(total.device) else {}
     present = {"WEIGHT": weight is not None, "BIAS": bias is not None, "SUMS": residual_bias is not None}
     vectors = sum(present.values())
     sums = torch.empty(parts * vectors * width, dtype=torch.float32, device=total.device)
-    launch(
-        _backward_kernel, parts, total.device, t,
+    _launch(
+        _backward_kernel, parts, total.device, s,
         views[0], views[1], views[-1], total if weight is None else weight, total if bias is None else bias, dx,
         dx if result is None else result, sums,
         *strides(views[0], views[1], views[-1]), rows, each,
-        HEADS=heads, C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", SWISH=swish, DTOTAL=dtotal is not None,
-        ROWS=result is not None, STAGES=t.stages, LANES=lanes(t, total.element_size()), **present,
-        **early,
+        HEADS=heads, EPS=eps, LAYER=kind == "layer", SWISH=swish, DTOTAL=dtotal is not None,
+        ROWS=result is not None, **present, **first, **s.constants(width, total.element_size()),
+        STAGES=s.stages,
     )  # fmt: skip
     gradients = [
         torch.empty(0 if v is None else width, dtype=total.dtype if v is None else v.dtype, device=total.device)
@@ -320,7 +461,7 @@ def _run(
         launch(
             _sum_kernel, triton.cdiv(vectors * width, SUM.bn), total.device, SUM,
             sums, into[0], into[min(1, vectors - 1)], parts, C=width, BIAS=vectors > 1, BM=SUM.bm, BN=SUM.bn,
-            third_f32=into[2] if vectors == 3 else None, **early, **({"launch_pdl": True} if early else {}),
+            third_f32=into[2] if vectors == 3 else None, **first, **({"launch_pdl": True} if first else {}),
         )  # fmt: skip
     return dx, gradients[0], gradients[1], gradients[2]
 
@@ -332,21 +473,28 @@ def compile_cases() -> list[CompileCase]:
         ("rms", 128, False), ("rms", 512, False), ("layer", 384, True), ("layer", 512, False), ("layer", 8192, False),
     ):  # fmt: skip
         layer = kind == "layer"
-        shared = {"HEADS": 1, "C": width, "EPS": 1e-6, "LAYER": layer, "SWISH": swish, "WEIGHT": True, "BIAS": layer}
+        shared = {"HEADS": 1, "EPS": 1e-6, "LAYER": layer, "SWISH": swish, "WEIGHT": True, "BIAS": layer}
         for name, kernel, extra in (
             ("forward", _forward_kernel, {"RESIDUAL": True}),
             ("backward", _backward_kernel, {"DTOTAL": True, "SUMS": layer, "ROWS": not layer}),
         ):
-            t = tile(width, name == "backward")
-            constants: dict[str, object] = {**shared, **extra, "CP": t.bn, "BM": t.bm}
+            how = spread(width, name == "backward")
+            constants: dict[str, object] = {
+                **shared,
+                **extra,
+                **how.constants(width, 2),
+                "STAGES": how.stages,
+                "FAST": True,
+            }
             if name == "backward":
-                constants |= {"STAGES": t.stages, "LANES": lanes(t, 2), "EARLY": False}
+                constants["EARLY"] = False
             types, divisible = signature(kernel, "bf16", constants)
+            t = Tile(bm=how.rows, bn=width, warps=how.warps, stages=how.stages, registers=how.registers)
             title = f"norms {kind}{' swish' if swish else ''} {name} bf16 c{width}"
             cases.append(CompileCase(title, kernel, types, constants, t, divisible))
-    for early, arch in ((False, (80, 90)), (True, (90, 100, 120))):
-        constants = {"C": 512, "BIAS": True, "BM": SUM.bm, "BN": SUM.bn, "EARLY": early}
+    for waits, arch in ((False, (80, 90)), (True, (90, 100, 120))):
+        constants = {"C": 512, "BIAS": True, "BM": SUM.bm, "BN": SUM.bn, "EARLY": waits}
         types, divisible = signature(_sum_kernel, "bf16", constants)
-        name = f"norms sums c512{' early' if early else ''}"
+        name = f"norms sums c512{' early' if waits else ''}"
         cases.append(CompileCase(name, _sum_kernel, types, constants, SUM, divisible, arch))
     return cases

@@ -208,6 +208,12 @@ def tile(width: int) -> Tile:
     return Tile(bm=4096 // columns, bn=columns, stages=1)
 
 
+def recent_tile(width: int) -> Tile:
+    """Four times the rows, so that finding their sequences is a smaller part (0.78 of the copy rate with `tile`)."""
+    t = tile(width)
+    return Tile(bm=4 * t.bm, bn=t.bn, warps=8, stages=1)
+
+
 def _rows(offsets: Tensor) -> dict[str, int]:
     """How the kernels bisect these offsets."""
     batch = offsets.shape[0] - 1
@@ -234,7 +240,7 @@ def most_recent_backward(dout: Tensor, offsets: Tensor, total: int) -> Tensor:
     """[B, k, C] -> [T, C]."""
     dout, (_, k, width) = rows_of(dout), dout.shape
     dvalues = _empty(total, dout)
-    t = tile(width)
+    t = recent_tile(width)
     launch(
         _recent_backward_kernel, triton.cdiv(total, t.bm), dout.device, t,
         dout, dvalues, offsets.contiguous(), *dout.stride()[:2], total, **_rows(offsets),
@@ -349,7 +355,7 @@ def compile_cases() -> list[CompileCase]:
             ("add", _add_kernel, {}),
             ("sum", _sum_kernel, {"STAGES": sum_tile(width).stages}),
         ):
-            t = sum_tile(width) if name == "sum" else tile(width)
+            t = {"sum": sum_tile, "recent backward": recent_tile}.get(name, tile)(width)
             constants: dict[str, object] = {**extra, "C": width, "BM": t.bm, "BN": t.bn}
             types, divisible = signature(kernel, "bf16", constants)
             cases.append(CompileCase(f"sequences {name} bf16 c{width}", kernel, types, constants, t, divisible))
