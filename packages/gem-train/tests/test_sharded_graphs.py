@@ -6,7 +6,10 @@ import math
 
 import pytest
 import torch
-from gem_model import GEM, TowerConfig, preset, replay
+import torch.nn.functional as F
+from gem_kernels.nn import RMSNorm
+from gem_model import GEM, TowerConfig, preset, replay, sequence
+from gem_model.projection import project_bare
 from gem_model.replay_sharded import ShardedReplay
 from gem_model.roles import roles
 from gem_model.testing import example_inputs, random_batch, repeated
@@ -25,6 +28,8 @@ SHAPES = {
         "layers": 3,
         "towers": (TowerConfig(source="views", layers=1), TowerConfig(source="ratings", width=24)),
     },
+    "normed": {"layers": 3, "pma_seeds": 5, "qk_norm": True},
+    "hstu": {"layers": 2, "sequence_layer": "hstu"},
     "ensemble": {"experts": ("wukong", "dcn"), "layers": 2, "attention": "gdpa", "pma_seeds": 5},
 }
 
@@ -109,6 +114,7 @@ def single():
 
 
 CASES = [
+    {"shape": "hstu", "prefetch": 1},
     {"shape": "plain", "prefetch": 2},
     {"shape": "plain", "last": True},
     {"shape": "plain", "full": (1,), "prefetch": 1},  # the other rank replays where this one cannot
@@ -123,6 +129,30 @@ def test_a_world_of_one(single):
         found = train(runtime, "ensemble", half=True)
         same(found[0], train(runtime, "ensemble", graphs=False, half=True)[0], 1e-6)
         assert found[2] > 0
+
+
+def rows_twice(self, x, residual, residual_bias, offsets, recent, places, others, bare_eps):
+    """What `norm_rows_twice` is, of plain operators: the reference leaves the second norm to the next layer."""
+    found = self.rows(x, residual, residual_bias, offsets, recent, places, others)
+    return *found, F.layer_norm(found[1], found[1].shape[1:], eps=bare_eps)
+
+
+def test_what_a_layer_has_normed_goes_to_the_next(monkeypatch):
+    used = []
+    monkeypatch.setattr(RMSNorm, "rows_twice", rows_twice)
+    monkeypatch.setattr(sequence, "project_bare", lambda *a: used.append(1) or project_bare(*a))
+    with start("cpu", timeout_s=20) as runtime:
+        wanted = train(runtime, "normed", graphs=False)
+        assert used
+        used.clear()
+        found = train(runtime, "normed")
+        assert used
+        same(found[0], wanted[0], 1e-5)
+        parallel, inputs = build(runtime, "normed", True)
+        parallel(random_batch(inputs, SAMPLES, seed=1))
+        (chain,) = parallel.module.layers.replay.graphs.values()
+        assert chain.units[1].bare.keys() == {"ratings", "views"}
+        assert len(chain.kept) == 2  # where CLS tokens stand is found once for each source
 
 
 def test_two_ranks_that_replay_are_one_process(tmp_path, single):
@@ -205,7 +235,7 @@ def test_on_cards_replayed_layers_are_the_same_layers(tmp_path, world):
         pytest.skip(f"needs {world} CUDA devices")
     cases = [
         {"shape": shape, "graphs": graphs, "half": half, "last": half}
-        for shape in SHAPES
+        for shape in ("plain", "normed", "ensemble")
         for half in (False, True)
         for graphs in (False, True)
     ]
