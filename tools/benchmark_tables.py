@@ -26,7 +26,8 @@ PLAIN: dict[str, list[tuple[str, str, int | None]]] = {
         ("rate of a product beside it", "gemm", 3),
     ],
     "scaling": [
-        ("row", "case", None), ("samples a card", "batch", 0), ("step ms", "ms", 1), ("samples/s", "samples_per_s", 0),
+        ("row", "case", None), ("samples a card and part", "batch", 0), ("parts", "parts", 0), ("step ms", "ms", 1),
+        ("samples/s", "samples_per_s", 0),
         ("ratio", "ratio", 3), ("exposed ms", "exposed_ms", 1), ("work, max/mean", "work", 3), ("GiB", "memory_gib", 1),
         ("tables MiB", "tables_mib", 0), ("plan ms", "plan.ms", 1), ("plan GiB", "plan.memory_gib", 1),
     ],

@@ -1,7 +1,7 @@
 """Draw gem-parallel's measurements: `python tools/parallel_curves.py docs/benchmarks/*.json` (needs matplotlib).
 
 activation-memory.svg, of files of the suite "memory": the peak of a step against its time, for budgets that are
-uniform, by region, and by region with FP8. scaling.svg, of files of the suite "scaling": every row's ratio, and the
+uniform, by region, and by region with FP8. scaling-cards.svg, of files of the suite "scaling": every row's ratio, and the
 plan's.
 """
 
@@ -65,7 +65,7 @@ def scaling(results: list[dict[str, Any]], axes: Any) -> None:
 
 DRAW: dict[str, tuple[str, Callable[[list[dict[str, Any]], Any], None]]] = {
     "memory": ("activation-memory.svg", memory),
-    "scaling": ("scaling.svg", scaling),
+    "scaling": ("scaling-cards.svg", scaling),
 }
 
 

@@ -26,4 +26,4 @@ def test_both_figures(tmp_path, capsys):
         file.write_text(json.dumps(result))
     tool.main([*map(str, files), "--out", str(tmp_path)])
     assert "uniform 0.5" in (tmp_path / "activation-memory.svg").read_text()
-    assert (tmp_path / "scaling.svg").stat().st_size > 1000
+    assert (tmp_path / "scaling-cards.svg").stat().st_size > 1000
