@@ -1,8 +1,8 @@
 """Draw gem-parallel's measurements: `python tools/parallel_curves.py docs/benchmarks/*.json` (needs matplotlib).
 
 activation-memory.svg, of files of the suite "memory": the peak of a step against its time, for budgets that are
-uniform, by region, and by region with FP8. scaling-cards.svg, of files of the suite "scaling": every row's ratio, and the
-plan's.
+uniform, by region, and by region with FP8. scaling-cards.svg, of files of the suite "scaling": every row's ratio, and
+the plan's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def memory(results: list[dict[str, Any]], axes: Any) -> None:
 
 
 def scaling(results: list[dict[str, Any]], axes: Any) -> None:
-    """Ratios by row, a group of bars for each number of cards."""
+    """Ratios by row, a group of bars for each number of cards: those of its last file."""
+    results = list({result["world"]: result for result in results}.values())
     names = list(dict.fromkeys(row["case"] for result in results for row in result["rows"] if row["case"] != "alone"))
     width = 0.8 / len(results)
     for index, result in enumerate(sorted(results, key=lambda r: r["world"])):
