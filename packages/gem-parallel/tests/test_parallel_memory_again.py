@@ -408,6 +408,82 @@ KERNELS = """
 """
 
 
+HANDED_ON = """
+    import torch
+    from gem_kernels import gated_heads, norm_rows
+    from gem_kernels.nn import NormLinear
+    from gem_kernels.stream import norm_rows_twice
+    from gem_model.projection import project_bare
+    from gem_parallel.memory import worth
+    from gem_parallel.memory.again import Saving
+    from gem_parallel.memory.keeper import Keeper, is_weight
+
+    torch.manual_seed(0)
+    T, D, H = 12, 32, 2
+    kinds = {"backend": "triton"}
+    places, others = torch.tensor([i for i in range(14) if i not in (3, 9)]), torch.tensor([3, 9])
+    layer = NormLinear(D, 3 * D, norm="layer")
+    gain, shift, head = (torch.nn.Parameter(1 + 0.1 * torch.randn(n)) for n in (D, D, D // H))
+    for p in layer.norm.parameters():
+        torch.nn.init.normal_(p)
+    down = torch.nn.Parameter(torch.randn(D, D) / 6)
+    where = {"residual": None, "places": places, "others": others}
+
+    def first(x, more):
+        how = {"kind": "layer", "eps": 1e-6, "bare_eps": 1e-5, **kinds}
+        y, total, _, bare = norm_rows_twice(x, gain, shift, **where | {"residual": more}, **how)
+        return y @ down, total, bare
+
+    def second(y, total, bare):
+        packed, bias = project_bare(layer, bare)
+        h, q = gated_heads(packed, D, H, head, bias=bias, **kinds)
+        z, total, _ = norm_rows(total, gain, shift, residual=h @ down + q.flatten(1), kind="layer", eps=1e-6, **kinds)
+        return (z * y).square().sum() + total.square().sum()
+
+    def inputs():
+        sizes = ((1, T), (2, T + 2))
+        return [torch.randn(n, D, generator=torch.Generator().manual_seed(s)).requires_grad_() for s, n in sizes]
+
+    keeper = Keeper(None, min_bytes=0)
+    _, costs = worth.watch(first, inputs(), {}, layer, keeper, least=0)
+    made = first(*inputs())
+    _, more_costs = worth.watch(second, made, {}, layer, keeper, least=0)
+    names = [c.name for c in costs if c.nbytes], [c.name for c in more_costs if c.nbytes]
+    print(*names[0], "|", *sorted(names[1]))
+    grads = []
+    for chosen in (((), ()), names, (names[0], ()), ((), names[1]), ((), ["norm#0"]), ((), ["linear#0"])):
+        given, leaves = inputs(), [*layer.parameters(), gain, shift, head, down]
+        for p in leaves:
+            p.grad = None
+        with Saving(chosen[0], keeper, least=0, module=layer).hooks():
+            made = first(*given)
+        with Saving(chosen[1], keeper, least=0, module=layer).hooks():
+            out = second(*made)
+        out.backward()
+        grads.append([out.detach(), *(t.grad for t in (*given, *leaves))])
+    for found in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], found, strict=True))
+    assert is_weight(layer.linear.weight * layer.norm.weight)
+    assert not is_weight(made[2])
+"""
+
+
+def test_what_one_region_norms_for_the_next_is_had_again_there():
+    """And the projection behind it, whose weight holds the norm's."""
+    pytest.importorskip("gem_model.projection")
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(HANDED_ON)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[0] == "norm#0 | gate#0 linear#0 norm#0 norm#1"
+
+
 def test_the_kernels_results_are_had_again_bit_by_bit():
     """Their names and what their nodes hold are another package's: this fails when they change."""
     pytest.importorskip("gem_kernels")

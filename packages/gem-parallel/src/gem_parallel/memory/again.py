@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_parallel.memory.keeper import Keeper
-from gem_parallel.memory.recipes import LINEAR, Outputs, Recipe, name_of, recipe_of
+from gem_parallel.memory.recipes import FOLDED, LINEAR, Outputs, Recipe, folded_bias, name_of, recipe_of, sort_of
 
 _reading = threading.local()  # .depth > 0 while a result is computed, from places of others, say
 
@@ -172,7 +172,7 @@ class Saving:
     def _named(self, node: Any) -> Result | None:
         recipe = recipe_of(node)
         if recipe is not None and node._sequence_nr() < self._first:
-            return None  # it made an input: another region knows what becomes of it
+            recipe = recipe.handed_on  # it made an input: of most, another region knows what becomes of them
         if recipe is LINEAR:
             recipe = self._linear(node)
         if recipe is None:
@@ -187,9 +187,11 @@ class Saving:
         to_bias, (to_x, _), to_weight = node.next_functions
         if to_x is None or to_weight[0] is None:  # then it has not saved both
             return None
-        bias = source(to_bias)
-        if not isinstance(bias, Tensor):
-            weight = source(to_weight)
+        bias, weight = source(to_bias), source(to_weight)
+        folded = weight[0] if isinstance(weight, tuple) and sort_of(weight[0]) == FOLDED else None
+        if folded is not None:
+            weight = source(folded.next_functions[0])
+        if folded is not None or not isinstance(bias, Tensor):
             if not self._biases:
                 linear = (m for m in self.module.modules() if isinstance(m, nn.Linear))
                 self._biases = [(_made_by(m.weight), m.bias) for m in linear]
@@ -200,7 +202,8 @@ class Saving:
 
         def again(node: Any) -> Outputs:
             x = node._saved_mat1
-            return (torch.addmm(detached.to(x.dtype), x, node._saved_mat2),)
+            beside = detached if folded is None else folded_bias(folded, detached)
+            return (torch.addmm(beside.to(x.dtype), x, node._saved_mat2),)
 
         return Recipe(label=LINEAR.label, again=again)
 

@@ -169,22 +169,21 @@ class Keeper:
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a parameter seen through views and casts (such as autocast's, or one of many at once)."""
-    if isinstance(tensor._base, nn.Parameter):
-        return True
-    function: Any = tensor.grad_fn
-    for _ in range(_WEIGHT_DEPTH):
-        if function is None:
-            return False
-        if hasattr(function, "variable"):  # AccumulateGrad
-            return isinstance(function.variable, nn.Parameter)
-        parents = [parent for parent, _ in function.next_functions if parent is not None]
-        if len(parents) > 1:
-            return all(isinstance(getattr(parent, "variable", None), nn.Parameter) for parent in parents)
-        if not parents or not name_of(function).startswith(_SHAPING):
-            return False
-        function = parents[0]
-    return False
+    """Whether the tensor is a parameter seen through views and casts (such as autocast's), or made of parameters alone:
+    by a cast of many at once, or by folding one into another.
+    """
+    return isinstance(tensor._base, nn.Parameter) or _of_weights(tensor.grad_fn, _WEIGHT_DEPTH)
+
+
+def _of_weights(function: Any, depth: int) -> bool:
+    if function is None or not depth:
+        return False
+    if hasattr(function, "variable"):  # AccumulateGrad
+        return isinstance(function.variable, nn.Parameter)
+    parents = [parent for parent, _ in function.next_functions]
+    if len(parents) < 2 and not name_of(function).startswith(_SHAPING):
+        return False
+    return bool(parents) and all(_of_weights(parent, depth - 1) for parent in parents)
 
 
 _SHAPING = (

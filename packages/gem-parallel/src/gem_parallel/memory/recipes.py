@@ -6,6 +6,7 @@ the context holds; they are known by their names, nothing of them is imported.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +28,14 @@ class Recipe:
             the place of one that cannot be had.
         which: the numbers of those that can; none that the node saves itself. May look at the node's edges, but at
             nothing that it has saved.
+        handed_on: how results are had again that the node's own region leaves to the next one; none by default, for
+            what a region gets is kept.
     """
 
     label: str
     again: Callable[[Any], Outputs]
     which: Callable[[Any], Collection[int]] = lambda node: (0,)
+    handed_on: Recipe | None = None
 
 
 _sorts: dict[type, Recipe | None] = {}
@@ -59,12 +63,16 @@ def recipe_of(node: Any) -> Recipe | None:
     """What is declared of this sort of node."""
     sort = type(node)
     if sort not in _sorts:
-        cls = getattr(sort, "_forward_cls", None)
-        name = name_of(node) if cls is None else cls.__name__
-        if cls is not None and "::" not in name:
-            name = f"{cls.__module__}.{cls.__qualname__}"
-        _sorts[sort] = RECIPES.get(name)
+        _sorts[sort] = RECIPES.get(sort_of(node))
     return _sorts[sort]
+
+
+def sort_of(node: Any) -> str:
+    """What recipes know a node by: see `declare_again`."""
+    cls = getattr(type(node), "_forward_cls", None)
+    if cls is None or "::" in cls.__name__:
+        return name_of(node) if cls is None else cls.__name__
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class _Context:
@@ -112,17 +120,23 @@ def _gated(ctx: Any) -> Outputs:
 
 
 def _placed(ctx: Any) -> Outputs:
-    """The same, where x and its residual had their rows in different places.
+    """The same, where x and its residual had their rows in different places."""
+    _, _, _, weight, bias, *_ = ctx.saved_tensors
+    return _placed_norm(ctx, weight, bias, *ctx.rest), None, None, None
 
-    By the same kernel, for the same bits, with a row of zeros as everybody's residual.
-    """
-    total, places, _, weight, bias, *_ = ctx.saved_tensors
+
+def _bare(ctx: Any) -> Outputs:
+    """A second norm of that sum, without weight and bias."""
+    return None, None, None, _placed_norm(ctx, None, None, "layer", ctx.bare_eps)
+
+
+def _placed_norm(ctx: Any, weight: Any, bias: Any, kind: str, eps: float) -> Tensor:
+    """By the same kernel, for the same bits, with a row of zeros as everybody's residual."""
+    total, places, *_ = ctx.saved_tensors
+    placed = sys.modules[type(ctx)._forward_cls.__module__].placed
     zeros = total.new_zeros(1, total.shape[1]), torch.zeros_like(places)
-    return (
-        _forward(ctx, total, zeros[0], None, weight, bias, zeros[1], None, None, 0, *ctx.rest, ctx.name)[0],
-        None,
-        None,
-    )
+    found: Tensor = placed.forward(total, *zeros, weight, bias, kind, eps)[0]
+    return found
 
 
 def _rotary(ctx: Any) -> Outputs:
@@ -169,6 +183,13 @@ def _both(node: Any) -> Collection[int]:
     return (0,) if all(edge is not None for edge, _ in node.next_functions) else ()
 
 
+def folded_bias(node: Any, bias: Tensor) -> Tensor:
+    """W h + b of gem_model's folded projection, from its node and b."""
+    w, _, h = node.saved_tensors
+    return torch.addmv(bias.to(w.dtype), w, h)
+
+
+FOLDED = "gem_model.projection._Folded"  # gives a weight, and the bias beside it, made of a projection's and a norm's
 LINEAR = Recipe(label="linear", again=lambda node: ())  # whose bias must be found
 RECIPES = {
     "AddmmBackward0": LINEAR,
@@ -185,6 +206,9 @@ RECIPES = {
     "gem_kernels.stream._Rows": Recipe(label="norm", again=_rows),
     "gem_kernels.stream._Recent": Recipe(label="norm", again=_recent),
     "gem_kernels.stream._Placed": Recipe(label="norm", again=_placed),
+    "gem_kernels.stream._PlacedTwice": Recipe(
+        label="norm", again=_placed, handed_on=Recipe(label="norm", again=_bare, which=lambda ctx: (3,))
+    ),
     "gem_kernels.projections._Gated": Recipe(label="gate", again=_gated, which=lambda ctx: (0, 1)),
     "gem_kernels.projections._Rotary": Recipe(label="rotary", again=_rotary, which=_turned),
     "gem_kernels::gdpa": Recipe(label="gdpa", again=lambda ctx: (_forward(ctx, *ctx.saved_tensors, *ctx.rest),)),
