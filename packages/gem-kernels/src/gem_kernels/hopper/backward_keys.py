@@ -128,10 +128,10 @@ def head_of_queries(
             mbarrier.wait(q_full.index(step % QS), (step // QS) & 1)
             S = product(k, q, SL)
             dk = warpgroup_mma(dS, q_buf.index(s).reshape([BLOCK, D]), dk, is_async=True)
+            if BIAS:  # before the fence of the store, which stands between a load and its use as well
+                b = load_bias(bias, (i + 1) * BLOCK, q_left - (i + 1) * BLOCK, mine, SL, BIAS)
             _send(dS, ds_buf, ds_desc, ds_row, SL)
             ds_row += ds_step
-            if BIAS:
-                b = load_bias(bias, (i + 1) * BLOCK, q_left - (i + 1) * BLOCK, mine, SL, BIAS)
             S, dv, dk, _p, _s = warpgroup_mma_wait(0, deps=(S, dv, dk, P, dS))
             mbarrier.arrive(step_empty.index(o), count=1)
         i = end - 1
