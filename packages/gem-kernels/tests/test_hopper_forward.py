@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -267,6 +269,33 @@ def test_bias(dim, batch, heads, dtype, extra, mask):
     dout = torch.randn(expected.shape, device="cuda", dtype=q.dtype)
     grads, wanted = torch.autograd.grad(got, leaves, dout), torch.autograd.grad(expected, wide, dout.double())
     assert all(relative_error(g, e) < 1e-2 for g, e in zip(grads, wanted, strict=True))
+
+
+def test_gradient_of_a_shared_bias_in_several_windows_of_the_workspace():
+    from gem_kernels.hopper import launch, launch_backward
+
+    torch.manual_seed(2)
+    lengths = torch.randint(0, 300, (60,)).tolist()
+    longest = max(lengths)
+    q, k, v, cq, _ = problem(lq=lengths, lk=lengths, heads=2)
+    bias = torch.randn(1, 2, longest, longest, device="cuda", dtype=torch.bfloat16)
+    where, options = (cq, cq, longest, longest, 128**-0.5), {"act": "softmax", "out_scale": 1.0, "bias": bias}
+    out, lse = launch.forward(q, k, v, *where, **options)
+    dout = torch.randn_like(q)
+    wide = [x.double().requires_grad_() for x in (q, k, v, bias)]
+    expected, _ = dense(*wide[:3], lengths, lengths, 128**-0.5, "softmax", bias=wide[3])
+    wanted = torch.autograd.grad(expected, wide, dout.double())
+    found = []
+    for workspace in (None, 1 << 20):
+        config = dataclasses.replace(launch_backward.BACKWARD["stream"], workspace=workspace)
+        with poisoned():
+            dbias = torch.empty_like(bias)
+            grads = launch_backward.backward(
+                dout, None, q, k, v, out, lse, *where, config=config, bias_grad=dbias, **options
+            )  # fmt: skip
+        found.append((*grads, dbias))
+        assert all(relative_error(g, e) < 1e-2 for g, e in zip(found[-1], wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_bias_of_learned_queries():
