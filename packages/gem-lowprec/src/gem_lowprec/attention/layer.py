@@ -25,6 +25,12 @@ def _layer(projection: Any) -> Any:
     return projection.linear if isinstance(projection, NormLinear) else projection
 
 
+def _usable(offsets: Tensor, x: Tensor) -> bool:
+    """Whether offsets are such as kernels read; what else is wrong with them the operator says."""
+    integers = offsets.dtype in (torch.int32, torch.int64)
+    return integers and offsets.ndim == 1 and offsets.numel() > 1 and offsets.device == x.device
+
+
 class LowPrecisionJaggedAttention(JaggedAttention):
     """Attends in `precision`; with a bias, which that does not take, as `JaggedAttention`.
 
@@ -40,7 +46,8 @@ class LowPrecisionJaggedAttention(JaggedAttention):
 
     def forward(self, x: Tensor, offsets: Tensor, max_len: int, *context: Any, **named: Any) -> Tensor:
         """See `JaggedAttention`."""
-        if any(c is not None for c in (*context, *named.values())) or not self.writes_operands(x):
+        usual = any(c is not None for c in (*context, *named.values())) or not _usable(offsets, x)
+        if usual or not self.writes_operands(x):
             return super().forward(x, offsets, max_len, *context, **named)
         from gem_lowprec.attention.projected import Between, Into, attend
 
