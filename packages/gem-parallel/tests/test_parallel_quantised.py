@@ -237,6 +237,33 @@ def test_linear_layers_inside_excluded_modules_are_like_others():
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+def test_what_a_norm_reads_in_another_method_is_left_alone_as_well():
+    class Norm(nn.Module):
+        def forward(self, x):
+            return nn.functional.layer_norm(x, x.shape[-1:])
+
+        def rows(self, x):
+            return self(x), x
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = Norm(), nn.Linear(32, 32)
+
+        def forward(self, x):
+            y, x = self.norm.rows(x * 2)
+            return self.linear(y).sin() + x
+
+    model = nn.Sequential(Block())
+    regions = Regions(model, ["0"], MemoryConfig(quantise="fp8", quantise_min_kib=1))
+    x = torch.randn(64, 32, requires_grad=True)
+    regions.begin()
+    model(x).sum().backward()
+    assert regions.keeper.seen == 2 * 64 * 32 * 4  # what the linear layer and the sine read; not what the norm does
+    regions.close()
+    assert "rows" not in model[0].norm.__dict__
+
+
 def test_a_tensor_that_two_operators_save_is_packed_once():
     keeper = Keeper(Fp8Quantiser(), min_bytes=1)
     x = torch.randn(8, 64)

@@ -43,6 +43,7 @@ from gem_parallel.memory.profile import (
 from gem_parallel.memory.quantise import Fp8Quantiser, Quantiser
 from gem_parallel.memory.recompute import Function, recompute
 
+CALLS = ("forward", "rows", "rows_twice")  # of a module: gem-kernels' norms are asked for more than their result
 MEASURED_STEPS = 2  # of which the last one counts: the first compiles kernels
 
 
@@ -97,7 +98,7 @@ class Regions:
         self._least = int(config.recompute_min_kib * 1024)
         self._agree = agree
         self._model = model
-        self._before: list[tuple[nn.Module, Any]] = []  # wrapped modules and forwards of their own, if they had any
+        self._before: list[tuple[nn.Module, str, Any]] = []  # wrapped methods, and what modules had of their own there
         self._steps = MEASURED_STEPS if curves else 0
         self._points: dict[str, Point] = {}
         self._compiled: dict[str, dict[float, Function]] = {}
@@ -182,22 +183,27 @@ class Regions:
                 return any(fnmatchcase(text, pattern.lower()) for text in own for pattern in patterns)
 
             if any(name.startswith(prefix) for prefix in inside) and fits(include):
-                self._wrap(module, _Exact(self.keeper, module.forward, exact=False))
+                self._keep_in(module, exact=False)
             elif fits(exclude):
                 inside.append(f"{name}.")
-                self._wrap(module, _Exact(self.keeper, module.forward))
+                self._keep_in(module)
 
-    def _wrap(self, module: nn.Module, forward: Any) -> None:
-        self._before.append((module, module.__dict__.get("forward")))
-        module.forward = forward  # type: ignore[method-assign]
+    def _keep_in(self, module: nn.Module, *, exact: bool = True) -> None:
+        for name in CALLS:
+            if hasattr(module, name):
+                self._wrap(module, _Exact(self.keeper, getattr(module, name), exact=exact), name)
+
+    def _wrap(self, module: nn.Module, function: Any, name: str = "forward") -> None:
+        self._before.append((module, name, module.__dict__.get(name)))
+        setattr(module, name, function)
 
     def close(self) -> None:
-        """Give the modules back the forwards that they had."""
-        for module, forward in reversed(self._before):
-            if forward is None:
-                del module.__dict__["forward"]
+        """Give the modules back the methods that they had."""
+        for module, name, before in reversed(self._before):
+            if before is None:
+                del module.__dict__[name]
             else:
-                module.forward = forward  # type: ignore[method-assign]
+                setattr(module, name, before)
         self._before.clear()
 
     def run(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> Any:
