@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from gem_lowprec.linear import LowPrecisionLinear
 from gem_lowprec.orientations import quantize_both
 from torch import nn
 
+convert_module = sys.modules["gem_lowprec.convert"]  # the function has taken its name
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="test_lowprec_projected_gpu.py has it on a card"
 )
@@ -164,6 +166,21 @@ def test_what_stands_between_is_left_to_the_separate_pass(specified):
     assert not hooked.writes_operands(x)
     module.qkv.observer = lambda *_: None
     assert not module.writes_operands(x)
+
+
+def test_a_projection_that_writes_operands_is_converted_though_it_gains_nothing_alone(specified, monkeypatch):
+    monkeypatch.setattr(convert_module, "_no_gain", lambda *_: ("it would be slower", 0))
+    recipe = Recipe(name="block", rules=(Rule(**BLOCK),), attention="fp8")
+    build = lambda **options: nn.ModuleList([JaggedAttention(160, 2, head_dim=128, **options)])  # noqa: E731
+    with pytest.warns(UserWarning, match="2 of 2"):
+        assert not any(r.converted for r in convert(build(), recipe).rows)  # attention does not run natively
+    specified()
+    for options in ({}, {"pre_norm": True}):
+        with pytest.warns(UserWarning, match="1 of 2"):
+            done = convert(build(**options), recipe)
+        assert {r.name: r.converted for r in done.rows} == {r.name: "qkv" in r.name for r in done.rows}
+    with pytest.warns(UserWarning, match="2 of 2"):
+        assert not any(r.converted for r in convert(build(), Recipe(name="x", rules=(Rule(**BLOCK),))).rows)
 
 
 def test_the_projection_that_is_not_written_says_so():

@@ -60,6 +60,23 @@ def convert_attention(model: nn.Module, recipe: Recipe, device: torch.device) ->
     return tuple(rows)
 
 
+def feeding(model: nn.Module, recipe: Recipe, device: torch.device) -> set[int]:
+    """The ids of the linear layers that could write what FP8 attention reads: the pass over q, k and v that they save
+    is worth more than what a small one would lose by itself (docs/notes/lowprec.md).
+    """
+    if recipe.attention != "fp8" or "gem_kernels.nn" not in sys.modules:
+        return set()
+    from gem_kernels.nn import JaggedAttention, NormLinear
+
+    found = set()
+    for name, module in model.named_modules():
+        if type(module) is not JaggedAttention or module.crosses or module.head_dim != 128:
+            continue
+        if _why_not(name, module, recipe, device)[1] == "native":
+            found.add(id(module.qkv.linear if isinstance(module.qkv, NormLinear) else module.qkv))
+    return found
+
+
 def _why_not(name: str, module: JaggedAttention, recipe: Recipe, device: torch.device) -> tuple[str, str]:
     """Why it runs in what it runs in, and the engine."""
     pattern = recipe.kept_by(name)

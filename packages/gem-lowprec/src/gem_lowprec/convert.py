@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from gem_lowprec.attention_modules import AttentionRow, convert_attention
+from gem_lowprec.attention_modules import AttentionRow, convert_attention, feeding
 from gem_lowprec.gemm import engine
 from gem_lowprec.linear import Clock, LowPrecisionLinear
 from gem_lowprec.recipe import Recipe, Rule, get_recipe, matches
@@ -87,7 +87,8 @@ def convert(
     The new layers share the old ones' Parameters, so state_dict keys, tied weights and optimizers stay as they are;
     call it before the model is sharded or compiled. `seed` overrides the recipe's (give each data-parallel rank its
     own). `device` is where the model will run; by default it is where each weight is. Layers that low precision would
-    not make faster there stay as they are, announced once (`Recipe.fallback`).
+    not make faster there stay as they are, announced once (`Recipe.fallback`), but for projections that write what FP8
+    attention reads.
 
     Raises ValueError for an unknown recipe, for a model that already holds converted layers, for a model that is
     itself a Linear (nothing to replace it in), and for a rule that matches no layer.
@@ -106,6 +107,9 @@ def convert(
                 f"there are {', '.join(name for name, _ in linears[:8]) or 'none'}{', ...' if len(linears) > 8 else ''}"
             )
 
+    own = next((p.device for p in model.parameters()), torch.device("cpu"))
+    where = own if device is None else torch.device(device)
+    worth = feeding(model, recipe, where)
     rows: list[Row] = []
     slow = 0
     clock = Clock()
@@ -113,7 +117,7 @@ def convert(
     for stream, (name, linear) in enumerate(linears):
         chosen = recipe.rule_for(name)
         why, tokens = _why_not(name, linear, recipe, chosen), 0
-        if why is None and recipe.fallback:
+        if why is None and recipe.fallback and id(linear) not in worth:
             assert chosen is not None
             why, tokens = _no_gain(linear, chosen, linear.weight.device if device is None else torch.device(device))
             slow += why is not None
@@ -134,8 +138,7 @@ def convert(
     _replace(model, {id(old): modules[name] for name, old in linears if name in modules})
     if recipe.fuse_norms:
         _replace(model, _fused(model))
-    where = next((p.device for p in model.parameters()), torch.device("cpu"))
-    attention = convert_attention(model, recipe, where if device is None else torch.device(device))
+    attention = convert_attention(model, recipe, where)
     return Conversion(recipe=recipe, rows=tuple(rows), modules=modules, clock=clock, attention=attention)
 
 
