@@ -13,12 +13,13 @@ from gem_model.projection import project_bare
 from gem_model.replay_sharded import ShardedReplay
 from gem_model.roles import roles
 from gem_model.testing import example_inputs, random_batch, repeated
-from gem_parallel import ParallelConfig, RowWiseAdagrad, parallelize, start
+from gem_parallel import Checkpointer, ParallelConfig, RowWiseAdagrad, parallelize, start
 from gem_parallel.comm.payload import Fp8Payload
 from gem_parallel.dense.mesh import make_mesh
 from gem_parallel.dense.units import shard_dense
 from gem_parallel.sparse.sharding import find_tables
 from gem_parallel.testing import relative_error, run_ranks
+from gem_train import graphs
 from torch.distributed.fsdp import FSDPModule
 
 SAMPLES = 12
@@ -34,7 +35,7 @@ SHAPES = {
 }
 
 
-def build(runtime, shape, graphs, payload=False, **layout):
+def build(runtime, shape, replayed, payload=False, **layout):
     torch.manual_seed(0)
     inputs = example_inputs()
     model = GEM(preset("tiny", dropout=0.0, **SHAPES[shape]), inputs)
@@ -47,10 +48,10 @@ def build(runtime, shape, graphs, payload=False, **layout):
         units=model.units(),
         payload=Fp8Payload() if payload else None,
     ).train()
-    if runtime.world == 1 and graphs:  # FSDP2 in a world of one, which no run asks for
+    if runtime.world == 1 and replayed:  # FSDP2 in a world of one, which no run asks for
         tables = [parallel.module.get_submodule(name) for name in find_tables(parallel.module)]
         shard_dense(parallel.module, tables, model.units(), make_mesh(runtime, ParallelConfig()), "fp32")
-    if graphs:
+    if replayed:
         recorder = repeated if runtime.device.type == "cpu" else None
         parallel.module.layers.replay = ShardedReplay(parallel.module.layers, recorder=recorder)
     return parallel, inputs
@@ -225,6 +226,28 @@ def at_rest(runtime):
 def test_layers_may_be_called_one_by_one_in_between(tmp_path):
     for errors in run_ranks(2, __file__, "at_rest", tmp_path):
         assert max(errors) < 1e-4
+
+
+def saved_rooms(runtime, folder):
+    """The rooms before a checkpoint, and of another model after it; each rank's batches are its own."""
+    parallel, inputs = build(runtime, "plain", True)
+    lengths = {"ratings": [1 + 11 * runtime.rank] * 12, "views": [2] * 12}
+    parallel(random_batch(inputs, 12, lengths=lengths)).sum().backward()
+    files, step = Checkpointer(folder, runtime=runtime), 1
+    files.save(step, {"position": {"step": step, "rooms": graphs.state(parallel.module)}})
+    other, _ = build(runtime, "plain", True)
+    state = {"position": {"step": 0, "rooms": graphs.state(other.module)}}
+    files.load(state, step)
+    graphs.load(other.module, state["position"]["rooms"])
+    return state["position"]["step"], parallel.module.layers.replay.rooms, other.module.layers.replay.rooms
+
+
+def test_a_checkpoint_holds_the_rooms_of_every_rank(tmp_path):
+    ranks = run_ranks(2, __file__, "saved_rooms", tmp_path, tmp_path / "files")
+    for step, before, after in ranks:
+        assert step == 1
+        assert before == after
+    assert ranks[0][1] != ranks[1][1]
 
 
 @pytest.mark.gpu

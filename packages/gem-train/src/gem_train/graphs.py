@@ -13,7 +13,7 @@ from gem_model import GEM
 from gem_model.layers import Layers
 from gem_model.replay import Replay, Rooms
 from gem_model.replay_sharded import ShardedReplay
-from gem_parallel import Regions, Runtime
+from gem_parallel import PerRank, Regions, Runtime
 from torch import nn
 
 from gem_train.config import RunConfig
@@ -72,17 +72,19 @@ def describe(reason: str) -> str:
     return f"launched kernel by kernel: {reason}" if reason else "replayed from CUDA graphs in training"
 
 
-def state(model: nn.Module) -> list[dict[str, Any]]:
-    """What a checkpoint needs to know of the graphs."""
+def state(model: nn.Module) -> list[dict[str, Any]] | PerRank:
+    """What a checkpoint needs to know of the graphs; each rank has its own."""
     replay = _replay(model)
+    if isinstance(replay, ShardedReplay):
+        return PerRank(replay.state())
     return [] if replay is None else replay.state()
 
 
-def load(model: nn.Module, rooms: list[dict[str, Any]]) -> None:
+def load(model: nn.Module, rooms: list[dict[str, Any]] | PerRank) -> None:
     """The graphs of an earlier process, to be captured again."""
     replay = _replay(model)
     if replay is not None:
-        replay.load(rooms)
+        replay.load(rooms.value if isinstance(rooms, PerRank) else rooms)
 
 
 def _replay(model: nn.Module) -> Rooms | None:
