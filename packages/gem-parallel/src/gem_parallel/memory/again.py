@@ -172,7 +172,7 @@ class Saving:
     def _named(self, node: Any) -> Result | None:
         recipe = recipe_of(node)
         if recipe is not None and node._sequence_nr() < self._first:
-            recipe = recipe.handed_on  # it made an input: of most, another region knows what becomes of them
+            return None  # it made an input: another region knows what becomes of it
         if recipe is LINEAR:
             recipe = self._linear(node)
         if recipe is None:

@@ -28,14 +28,11 @@ class Recipe:
             the place of one that cannot be had.
         which: the numbers of those that can; none that the node saves itself. May look at the node's edges, but at
             nothing that it has saved.
-        handed_on: how results are had again that the node's own region leaves to the next one; none by default, for
-            what a region gets is kept.
     """
 
     label: str
     again: Callable[[Any], Outputs]
     which: Callable[[Any], Collection[int]] = lambda node: (0,)
-    handed_on: Recipe | None = None
 
 
 _sorts: dict[type, Recipe | None] = {}
@@ -120,23 +117,15 @@ def _gated(ctx: Any) -> Outputs:
 
 
 def _placed(ctx: Any) -> Outputs:
-    """The same, where x and its residual had their rows in different places."""
-    _, _, _, weight, bias, *_ = ctx.saved_tensors
-    return _placed_norm(ctx, weight, bias, *ctx.rest), None, None, None
+    """The same, where x and its residual had their rows in different places. A second norm of the sum is the next
+    region's, which keeps what it gets.
 
-
-def _bare(ctx: Any) -> Outputs:
-    """A second norm of that sum, without weight and bias."""
-    return None, None, None, _placed_norm(ctx, None, None, "layer", ctx.bare_eps)
-
-
-def _placed_norm(ctx: Any, weight: Any, bias: Any, kind: str, eps: float) -> Tensor:
-    """By the same kernel, for the same bits, with a row of zeros as everybody's residual."""
-    total, places, *_ = ctx.saved_tensors
+    By the same kernel, for the same bits, with a row of zeros as everybody's residual.
+    """
+    total, places, _, weight, bias, *_ = ctx.saved_tensors
     placed = sys.modules[type(ctx)._forward_cls.__module__].placed
     zeros = total.new_zeros(1, total.shape[1]), torch.zeros_like(places)
-    found: Tensor = placed.forward(total, *zeros, weight, bias, kind, eps)[0]
-    return found
+    return placed.forward(total, *zeros, weight, bias, *ctx.rest)[0], None, None, None
 
 
 def _rotary(ctx: Any) -> Outputs:
@@ -206,9 +195,7 @@ RECIPES = {
     "gem_kernels.stream._Rows": Recipe(label="norm", again=_rows),
     "gem_kernels.stream._Recent": Recipe(label="norm", again=_recent),
     "gem_kernels.stream._Placed": Recipe(label="norm", again=_placed),
-    "gem_kernels.stream._PlacedTwice": Recipe(
-        label="norm", again=_placed, handed_on=Recipe(label="norm", again=_bare, which=lambda ctx: (3,))
-    ),
+    "gem_kernels.stream._PlacedTwice": Recipe(label="norm", again=_placed),
     "gem_kernels.projections._Gated": Recipe(label="gate", again=_gated, which=lambda ctx: (0, 1)),
     "gem_kernels.projections._Rotary": Recipe(label="rotary", again=_rotary, which=_turned),
     "gem_kernels::gdpa": Recipe(label="gdpa", again=lambda ctx: (_forward(ctx, *ctx.saved_tensors, *ctx.rest),)),

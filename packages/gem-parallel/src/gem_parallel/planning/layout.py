@@ -127,6 +127,7 @@ def memory(model: ModelSpec, layout: Layout, load: TableLoad, batch: int, profil
     gathered = 0.0
     if layout.fsdp > 1:  # two units gathered, one unit's gradients
         gathered = (2 * model.gather_bytes + model.reduce_bytes) * (widest + widest_expert)
+    copies = model.kept_bytes * model.dense_params if layout.fsdp > 1 else 0.0
     kept = sum(u.activation_bytes for u in model.units) * batch
     exchanged = layout.ep * batch * max(u.expert_io_bytes for u in model.layers) if layout.ep > 1 else 0.0
     vectors = 2 * 4 * batch * sum(t.vectors * t.dim * t.count for t in model.tables)  # embeddings and their gradients
@@ -134,9 +135,10 @@ def memory(model: ModelSpec, layout: Layout, load: TableLoad, batch: int, profil
     working = 0.0
     if layout.strategy == "v3":
         tables, working = load.bytes_max / layout.table_copies, load.bytes_max
-    always = state + tables + vectors + batch * model.input_bytes + profile.reserve_bytes
+    always = state + copies + tables + vectors + batch * model.input_bytes + profile.reserve_bytes
     items = {
         "dense state": state,
+        "kept parameters": copies,
         "tables and moments": tables,
         "embeddings": vectors,
         "inputs": batch * model.input_bytes,
@@ -200,7 +202,7 @@ class _Step:
         for position, index in enumerate(reversed(range(len(units)))):
             unit = units[index]
             before = (back[position - 2],) if position >= 2 else (ends[-1],)
-            waits = self._gather(gathers[index], before)
+            waits = () if self.model.kept_bytes else self._gather(gathers[index], before)
             if pending:  # the next unit's gather is issued before the last unit's reduction
                 self._reduce(*pending.pop())
             back.append(self._unit(unit, 2.0, waits))

@@ -91,6 +91,8 @@ class ModelSpec:
         moment_bytes: bytes of optimizer state of one table row (4: row-wise AdaGrad; 0: SGD).
         state_bytes: bytes that stay for one dense parameter: float32 master, gradient and two Adam moments are 16.
         gather_bytes, reduce_bytes: bytes of a dense parameter in an all-gather, of its gradient in a reduce-scatter.
+        kept_bytes: bytes of the copy of a dense parameter that every device keeps, where layers are replayed from CUDA
+            graphs; they need no all-gather for the backward pass. 0: parameters are gathered again.
         input_bytes: of one sample's batch on the device.
     """
 
@@ -102,6 +104,7 @@ class ModelSpec:
     state_bytes: int = 16
     gather_bytes: int = 2
     reduce_bytes: int = 4
+    kept_bytes: int = 0
     input_bytes: float = 0.0
 
     def __post_init__(self) -> None:
