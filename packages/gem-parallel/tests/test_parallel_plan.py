@@ -154,6 +154,22 @@ def test_memory_by_hand():
     assert copies["table working copy"] == 0
 
 
+def test_replayed_layers_keep_a_copy_and_gather_once():
+    again, once = small(), small(kept_bytes=2)
+    layout, topology = Layout(world=8, fsdp=8, table_shard=8), cluster(2)
+    ops = {
+        model.kept_bytes: step_ops(model, layout, place_tables(model, 8), 32, topology, EXACT)
+        for model in (again, once)
+    }
+    gathers = {kept: sum(op.kind == "fsdp all-gather" for op in found) for kept, found in ops.items()}
+    assert gathers == {0: 8, 2: 4}
+    items = [memory(model, layout, place_tables(model, 8), 32, EXACT) for model in (again, once)]
+    assert items[1]["kept parameters"] == 2 * 40_000_000
+    assert items[1]["peak"] - items[0]["peak"] == 2 * 40_000_000
+    alone = Layout(world=1, fsdp=1, table_shard=1)
+    assert "kept parameters" not in memory(once, alone, place_tables(once, 1), 32, EXACT)
+
+
 def test_one_device_computes_and_nothing_else():
     model = small(tables=())
     result = plan(model, cluster(hosts=1, gpus=1), 16, profile=EXACT)

@@ -138,7 +138,7 @@ def memory(model: ModelSpec, layout: Layout, load: TableLoad, batch: int, profil
     always = state + copies + tables + vectors + batch * model.input_bytes + profile.reserve_bytes
     items = {
         "dense state": state,
-        "kept parameters": copies,
+        **({"kept parameters": copies} if copies else {}),
         "tables and moments": tables,
         "embeddings": vectors,
         "inputs": batch * model.input_bytes,
