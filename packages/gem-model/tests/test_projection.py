@@ -6,7 +6,7 @@ from gem_kernels.nn import NormLinear
 from gem_model import embed, interaction, interformer, preset, projection
 from gem_model.dhen import DHEN
 from gem_model.interaction import TokenMix, Wukong
-from gem_model.projection import linear_of, project, project_apart, project_bare, project_both, with_bias
+from gem_model.projection import linear_of, project, project_apart, project_bare, project_both, taken, with_bias
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -177,3 +177,13 @@ def test_a_projection_takes_over_the_weight_and_bias_of_its_norm():
     leaves, probe = [x, *layer.parameters()], torch.randn_like(out)
     found = torch.autograd.grad(with_bias(out, bias), leaves, probe)
     torch.testing.assert_close(found, torch.autograd.grad(wanted, leaves, probe))
+
+
+def test_taken_rows_have_their_gradient_in_their_places():
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    places, others = torch.tensor([5, 0, 3, 6]), torch.tensor([1, 2, 4])
+    out = taken(x, places, others)
+    probe = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, x, probe)
+    torch.testing.assert_close(out, x[places])
+    torch.testing.assert_close(found, torch.autograd.grad(x[places], x, probe)[0])

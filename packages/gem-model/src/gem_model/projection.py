@@ -141,6 +141,27 @@ class _Both(torch.autograd.Function):
         return dx, dy, dout.t() @ x, dout.t() @ y, None
 
 
+def taken(x: Tensor, places: Tensor, others: Tensor) -> Tensor:
+    """x[places], [T, C] of [T + N, C], where no place comes twice and `others` [N] are the rest: a gradient by a copy,
+    where indexing adds to zeros.
+    """
+    return _Taken.apply(x, places, others)  # type: ignore[no-any-return]
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, others: Tensor) -> Tensor:
+        ctx.save_for_backward(places, others)
+        return x.index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        places, others = ctx.saved_tensors
+        dx = dout.new_empty(places.shape[0] + others.shape[0], dout.shape[1])
+        return dx.index_copy_(0, places, dout).index_fill_(0, others, 0), None, None
+
+
 def project_apart(linear: nn.Module, x: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """linear(x) [T, out] with the bias as :func:`project` gives it, and its rows `others` [N] by themselves.
 

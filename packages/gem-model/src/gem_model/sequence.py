@@ -25,6 +25,7 @@ from gem_model.projection import (
     project_apart,
     project_bare,
     project_both,
+    taken,
     with_bias,
     working_dtype,
 )
@@ -106,7 +107,7 @@ class History:
         more = self.more
         if self.seated:
             assert self.seats is not None
-            more = more.index_select(0, self.seats.events)
+            more = taken(more, self.seats.events, self.seats.cls)
         return more if self.more_bias is None else with_bias(more, self.more_bias)
 
 
@@ -281,8 +282,11 @@ class HistoryAttention(nn.Module):
 
     @property
     def together(self) -> bool:
-        """Whether events and CLS tokens ask in one call: where all of them see the whole history."""
-        return self.events_attend and self.window is None and self.block is None and not self.causal
+        """Whether events and CLS tokens ask in one call: where all of them see the whole history. With a precision
+        recipe the norms behind it know of no seats, and taking the rows apart would cost what one call saves.
+        """
+        alike = self.window is None and self.block is None and not self.causal
+        return self.events_attend and alike and type(self.out) is nn.Linear
 
     def with_seats(self, history: History, cls: Tensor) -> History:
         """The history with what one call for events and CLS tokens needs to know of it; the same for all layers."""
