@@ -128,6 +128,16 @@ def _backward_kernel(
         tl.store(to + (WEIGHT + BIAS) * C, tl.sum(sums, axis=0), mask=dim < C)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _clear_kernel(
+    out_ptr, others_offsets, count, C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """Zeros in the rows `others` [count] of [., C]."""
+    i = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    row = tl.load(others_offsets + i, mask=i < count, other=0)
+    store_rows(out_ptr, tl.zeros((BM, CP), tl.float32), row, i < count, C, C, CP)
+
+
 def _tile(width: int, backward: bool) -> Tile:
     """At least 2048 elements; backward, two more tiles are on their way while one is computed."""
     columns = max(16, triton.next_power_of_2(width))
@@ -170,7 +180,11 @@ def backward(
     rows, width = total.shape
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     dresidual = torch.empty(rows + others.shape[0], width, dtype=total.dtype, device=total.device)
-    dresidual.index_fill_(0, others, 0)
+    clear = _tile(width, False)
+    launch(
+        _clear_kernel, triton.cdiv(others.shape[0], clear.bm), total.device, clear, dresidual, others, others.shape[0],
+        C=width, CP=clear.bn, BM=clear.bm,
+    )  # fmt: skip
     dy = rows_of(dy)
     dtotal, dbare = (None if d is None else rows_of(d) for d in (dtotal, dbare))
     t = _tile(width, True)
@@ -208,4 +222,7 @@ def compile_cases() -> list[CompileCase]:
             types, divisible = signature(kernel, "bf16", constants)
             title = f"norms placed {kind}{' bare' if bare else ''} {name} bf16 c{width}"
             cases.append(CompileCase(title, kernel, types, constants, t, divisible))
-    return cases
+    t = _tile(512, False)
+    constants = {"C": 512, "CP": t.bn, "BM": t.bm}
+    types, divisible = signature(_clear_kernel, "bf16", constants)
+    return [*cases, CompileCase("norms placed clear bf16 c512", _clear_kernel, types, constants, t, divisible)]
