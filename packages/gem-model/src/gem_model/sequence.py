@@ -47,12 +47,13 @@ class Seats:
     @classmethod
     def of(cls, offsets: Tensor, total: int, count: int) -> Seats:
         """Of T events with `offsets`, nothing waiting for the device."""
-        index = torch.arange(max(total, offsets.shape[0], count), device=offsets.device)
-        before = index[: offsets.shape[0]] * count
-        sample = torch.searchsorted(offsets[1:], index[:total], right=True)
+        device = offsets.device
+        event = torch.arange(total, device=device)
+        before = torch.arange(offsets.shape[0], device=device) * count
+        sample = torch.searchsorted(offsets[1:], event, right=True)
         return cls(
-            events=index[:total] + (sample + 1) * count,
-            cls=((offsets + before)[:-1, None] + index[:count]).flatten(),
+            events=event + (sample + 1) * count,
+            cls=((offsets + before)[:-1, None] + torch.arange(count, device=device)).flatten(),
             offsets=offsets + before,
             count=count,
         )

@@ -205,7 +205,7 @@ def divided(batch: JaggedBatch, count: int) -> list[JaggedBatch]:
     """The batch in `count` runs of (nearly) equal size. Raises UserError where there are fewer samples than that."""
     if count == 1:
         return [batch]
-    if batch.requests is not None:
+    if getattr(batch, "requests", None) is not None:
         raise UserError(f"optim.accumulate is {count}, but samples of different parts share histories (share_requests)")
     if batch.batch_size < count:
         raise UserError(f"optim.accumulate is {count}, but a rank has only {batch.batch_size} samples of a batch")

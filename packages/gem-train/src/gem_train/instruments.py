@@ -82,9 +82,10 @@ def forward_flops(parts: Parts, batch: JaggedBatch) -> int:
     if not parts.counts_flops:
         return 0
     real = batch.sample_ids >= 0
-    if batch.requests is not None:
+    requests = getattr(batch, "requests", None)  # batches that share no histories need not speak of them
+    if requests is not None:
         lengths = {s.name: batch.sequences[s.name].offsets.diff().tolist() for s in parts.inputs.sources}
-        return batch_flops(parts.model_config, parts.inputs, lengths, requests=batch.requests[real].tolist())
+        return batch_flops(parts.model_config, parts.inputs, lengths, requests=requests[real].tolist())
     lengths = {s.name: batch.sequences[s.name].offsets.diff()[real].tolist() for s in parts.inputs.sources}
     return batch_flops(parts.model_config, parts.inputs, lengths, batch_size=int(real.sum()))
 
