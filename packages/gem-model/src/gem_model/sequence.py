@@ -252,6 +252,8 @@ class HistoryAttention(nn.Module):
     jagged one is then never copied, and a window on the events does not narrow what the CLS tokens see. They hold the
     candidate, so this is also where target attention happens. They ask from the moment of the request: rank 0, age 0,
     which rotates by nothing. With ``events_attend=False`` (Kunlun's computation skip) the events stay as they are.
+    Where all see the whole history, the queries alone are put together (`together`): one call, one gradient of keys and
+    values.
     """
 
     def __init__(self, config: GemConfig, *, events_attend: bool) -> None:
