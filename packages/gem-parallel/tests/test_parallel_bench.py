@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from gem_parallel import Profile
 from gem_parallel.bench.__main__ import main
-from gem_parallel.bench.memory import variants
+from gem_parallel.bench.memory import _out_of_memory, variants
 from gem_parallel.testing import run_ranks
 
 
@@ -23,6 +24,14 @@ def test_memory_against_step_time(tmp_path, capsys):
     assert "compile: regions 0.5" in variants([0.5], "compile")
     with pytest.raises(SystemExit, match=r"expected package\.module:function"):
         main(["memory", "--workload", "somewhere"])
+
+
+def test_out_of_memory_is_seen_behind_what_came_of_it():
+    assert _out_of_memory(torch.OutOfMemoryError("too much"))
+    assert not _out_of_memory(RuntimeError("else"))
+    behind = RuntimeError("capturing stream has unjoined work")
+    behind.__context__ = torch.OutOfMemoryError("too much")  # as Python sets it
+    assert _out_of_memory(behind)
 
 
 def collectives(runtime, folder):

@@ -146,7 +146,9 @@ def run(args: argparse.Namespace) -> int:
             row, grads, plan = measure(
                 workload, device, config, args.steps, reference if compare else None, curves, graphs=args.graphs
             )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
             rows.append({"op": "train", "pass": "step", "case": f"batch {batch}", "variant": f"{label}, does not fit"})
             print(f"{label:28} does not fit", flush=True)
             continue
@@ -279,6 +281,11 @@ def _closing(regions: Regions | None, model: torch.nn.Module) -> Iterator[None]:
         if regions is not None:
             regions.close()
         model.zero_grad(set_to_none=True)
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Also where it was met inside a capture, whose end then fails in its own words."""
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or _out_of_memory(error.__context__))
 
 
 def _find(name: str) -> Callable[[torch.device, int], Any]:
