@@ -39,7 +39,7 @@ from gem_train.planning import describe
 
 WARM_UP, STEPS = 2, 3
 RANKS = 8  # whose samples are drawn, at least
-SM_FREE = CommConfig(all_gather="auto", reduce_scatter="copy_engine")
+SM_FREE = CommConfig(all_gather="auto")
 ONE_D = ParallelConfig(table_sharding="row_wise", prefetch=2)
 PLAIN = replace(ONE_D, prefetch=0)
 

@@ -15,7 +15,7 @@ from gem_parallel.comm.choice import Capabilities, choose_all_gather, choose_red
 from gem_parallel.comm.fsdp import CopyEngineAllGather, GroupAllGather, GroupReduceScatter, limited_group
 from gem_parallel.comm.payload import Fp8Payload
 from gem_parallel.comm.tables import CopyEngineTableGather
-from gem_parallel.comm.windows import Ring
+from gem_parallel.comm.windows import Ring, _stream_value
 from gem_parallel.selfcheck import compare
 from gem_parallel.testing import UNITS, SmallModel, relative_error, run_ranks, small_batch
 from torch import nn
@@ -37,7 +37,7 @@ def other(**changes):
     [
         (HOPPER, "copy engine", "needs torch >= 2.12"),
         (other(nccl_windows=True), "nccl windows", "NCCL 2.29.7 copies by engine"),
-        (other(nccl_windows=True, nccl=(2, 27, 5)), "copy engine", "write into the peers' windows"),
+        (other(nccl_windows=True, nccl=(2, 27, 5)), "copy engine", "peers' windows are read"),
         (other(device="cpu"), "default", "the device is cpu"),
         (other(size=1), "default", "a group of one"),
         (other(major=8), "default", "the card is sm_8x"),
@@ -429,6 +429,25 @@ def on_cards(runtime):
 def test_a_window_on_one_card(tmp_path):
     (found,) = run_ranks(1, __file__, "on_cards", tmp_path, device="cuda")
     assert found == [[float(step)] for step in range(8)]
+
+
+@pytest.mark.gpu
+@cards(1)
+def test_a_stream_waits_for_a_number_that_another_writes():
+    pad, order = torch.zeros(4, dtype=torch.int32, device="cuda"), torch.zeros(2, device="cuda")
+    waits, writes = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    address = pad.data_ptr() + 4
+    with torch.cuda.stream(waits):
+        _stream_value("cuStreamWaitValue32_v2", waits.cuda_stream, address, 7)
+        order[1] = order[0] + 1  # 2 when the other stream came first
+    with torch.cuda.stream(writes):
+        torch.cuda._sleep(20_000_000)
+        order[0] = 1
+        _stream_value("cuStreamWriteValue32_v2", writes.cuda_stream, address, 7)
+    torch.cuda.synchronize()
+    assert order.tolist() == [1, 2]
+    assert pad.tolist() == [0, 7, 0, 0]
 
 
 @pytest.mark.gpu

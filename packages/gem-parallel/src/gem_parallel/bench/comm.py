@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from gem_parallel.comm.fsdp import (
     limited_group,
 )
 from gem_parallel.comm.payload import Fp8Payload
-from gem_parallel.comm.windows import Ring
+from gem_parallel.comm.windows import CudaWindow, Ring
 from gem_parallel.config import CommConfig
 from gem_parallel.dense.units import set_prefetch
 from gem_parallel.planning.topology import Topology
@@ -93,10 +94,12 @@ def collectives(args: argparse.Namespace, runtime: Runtime, rows: list[dict[str,
     scatters: dict[str, Any] = {"default": None}
     if windows:
         gathers["copy engine"] = CopyEngineAllGather(Ring(group, 2))
+        by_kernel = partial(CudaWindow, kernels=True)
+        gathers["copy engine, kernel barriers"] = CopyEngineAllGather(Ring(group, 2, by_kernel))
+        gathers["written, kernel barriers"] = CopyEngineAllGather(Ring(group, 2, by_kernel), pushes=True)
         for lanes in {runtime.world - 1} - {1}:
-            gathers[f"copy engine, {lanes} lanes"] = CopyEngineAllGather(Ring(group, 2), lanes=lanes)
-            gathers[f"written, {lanes} lanes"] = CopyEngineAllGather(Ring(group, 2), pushes=True, lanes=lanes)
-        gathers["written"] = CopyEngineAllGather(Ring(group, 2), pushes=True)
+            ring = Ring(group, 2, by_kernel)
+            gathers[f"written, kernel barriers, {lanes} lanes"] = CopyEngineAllGather(ring, pushes=True, lanes=lanes)
         scatters["copy engine"] = CopyEngineReduceScatter(Ring(group, 2))
     else:
         _say(runtime, "no copy engine here: the cards do not reach one another's memory, or this is a CPU")

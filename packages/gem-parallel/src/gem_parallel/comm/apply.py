@@ -84,7 +84,7 @@ class Collectives:
         gather, reduce = choose_all_gather(self.config, has), choose_reduce_scatter(self.config, has)
         how: Any = None
         if gather.how == "copy engine":
-            how = CopyEngineAllGather(self._ring(group), pushes=True)
+            how = CopyEngineAllGather(self._ring(group))
         elif gather.how == "few CTAs":
             how = GroupAllGather(limited_group(group, self.config.all_gather_ctas))
         elif gather.how == "nccl windows" and payload is None:
