@@ -9,7 +9,6 @@ the bits are the same on every card.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gem_kernels import dispatch, tiling
 from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature, strides
@@ -201,10 +199,8 @@ def _backward_kernel(
     HEADS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr,
     EPS: tl.constexpr, LAYER: tl.constexpr, SWISH: tl.constexpr, DTOTAL: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr,
-    FAST: tl.constexpr, EARLY: tl.constexpr = False,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        gdc_launch_dependents()  # what follows may come onto the card, where it waits
     part = tl.program_id(0).to(tl.int64)
     if WEIGHT:
         weight = _vector(weight_f32, C, CUTS, SPAN, BM, TOGETHER)
@@ -262,13 +258,9 @@ def _backward_kernel(
 @triton.jit(do_not_specialize=["parts"])
 def _sum_kernel(
     parts_f32, first_f32, second_f32, parts, C: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    third_f32=None, EARLY: tl.constexpr = False,
+    third_f32=None,
 ):  # fmt: skip
-    """The second stage: column sums of [parts, vectors, C], one for each vector: one, two (BIAS) or three of them.
-    EARLY: it is launched while the first stage runs, and waits for its end here.
-    """
-    if EARLY:
-        gdc_wait()
+    """The second stage: column sums of [parts, vectors, C], one for each vector: one, two (BIAS) or three of them."""
     THIRD: tl.constexpr = third_f32 is not None
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     columns: tl.constexpr = (1 + BIAS + THIRD) * C
@@ -330,14 +322,6 @@ def spread(width: int, backward: bool, size: int = 2, *, layer: bool = True) -> 
         programs=programs,
         registers=registers,
     )
-
-
-@functools.cache
-def _early(device: torch.device) -> bool:
-    """Whether a kernel may be launched while the one before it runs ("programmatic dependent launch")."""
-    if not _fast(device):
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _fast(device: torch.device) -> bool:
@@ -443,7 +427,6 @@ def _run(
     programs = min(s.programs, PARTS * 3 // 4) if swish and dtotal is not None else s.programs  # registers for three
     each = triton.cdiv(tiles, programs)
     parts = triton.cdiv(tiles, each) if tiles else 0
-    first = {"EARLY": True} if _early(total.device) else {}
     present = {"WEIGHT": weight is not None, "BIAS": bias is not None, "SUMS": residual_bias is not None}
     vectors = sum(present.values())
     sums = torch.empty(parts * vectors * width, dtype=torch.float32, device=total.device)
@@ -453,7 +436,7 @@ def _run(
         dx if result is None else result, sums,
         *strides(views[0], views[1], views[-1]), rows, each,
         HEADS=heads, EPS=eps, LAYER=kind == "layer", SWISH=swish, DTOTAL=dtotal is not None,
-        ROWS=result is not None, **present, **first, **s.constants(width, total.element_size()),
+        ROWS=result is not None, **present, **s.constants(width, total.element_size()),
         STAGES=s.stages,
     )  # fmt: skip
     gradients = [
@@ -465,7 +448,7 @@ def _run(
         launch(
             _sum_kernel, triton.cdiv(vectors * width, SUM.bn), total.device, SUM,
             sums, into[0], into[min(1, vectors - 1)], parts, C=width, BIAS=vectors > 1, BM=SUM.bm, BN=SUM.bn,
-            third_f32=into[2] if vectors == 3 else None, **first, **({"launch_pdl": True} if first else {}),
+            third_f32=into[2] if vectors == 3 else None,
         )  # fmt: skip
     return dx, gradients[0], gradients[1], gradients[2]
 
@@ -490,15 +473,11 @@ def compile_cases() -> list[CompileCase]:
                 "STAGES": how.stages,
                 "FAST": True,
             }
-            if name == "backward":
-                constants["EARLY"] = False
             types, divisible = signature(kernel, "bf16", constants)
             t = Tile(bm=how.rows, bn=width, warps=how.warps, stages=how.stages, registers=how.registers)
             title = f"norms {kind}{' swish' if swish else ''} {name} bf16 c{width}"
             cases.append(CompileCase(title, kernel, types, constants, t, divisible))
-    for waits, arch in ((False, (80, 90)), (True, (90, 100, 120))):
-        constants = {"C": 512, "BIAS": True, "BM": SUM.bm, "BN": SUM.bn, "EARLY": waits}
-        types, divisible = signature(_sum_kernel, "bf16", constants)
-        name = f"norms sums c512{' early' if waits else ''}"
-        cases.append(CompileCase(name, _sum_kernel, types, constants, SUM, divisible, arch))
+    constants = {"C": 512, "BIAS": True, "BM": SUM.bm, "BN": SUM.bn}
+    types, divisible = signature(_sum_kernel, "bf16", constants)
+    cases.append(CompileCase("norms sums c512", _sum_kernel, types, constants, SUM, divisible))
     return cases
