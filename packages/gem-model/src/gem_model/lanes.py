@@ -70,3 +70,19 @@ class Lanes:
             found[source] = self._lanes[source]
             found[source].stream.wait_stream(here)
         return found
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Within a capture. When something fails in the block, the lanes are brought back to the current stream: a
+        capture with a lane astray cannot end, and its error would stand in the place of the failure (of memory, mostly).
+        """
+        try:
+            yield
+        except BaseException:
+            here = torch.cuda.current_stream()
+            for lane in self._lanes.values():
+                with torch.cuda.stream(lane.stream):
+                    astray = torch.cuda.is_current_stream_capturing()
+                if astray:
+                    here.wait_stream(lane.stream)
+            raise

@@ -290,11 +290,12 @@ class Graph:
             # Threads that load data may ask CUDA for pinned memory meanwhile: only this thread's calls are watched.
             options: dict[str, Any] = {"capture_error_mode": "thread_local"}
             self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.forward, pool=replay.pool, **options):
+            lanes = replay.layers.lanes
+            with torch.cuda.graph(self.forward, pool=replay.pool, **options), lanes.joined():
                 out = ahead()
             replay.pool = self.forward.pool()
             self.upstream = torch.zeros_like(out)
-            with torch.cuda.graph(self.backward, pool=replay.pool, **options):
+            with torch.cuda.graph(self.backward, pool=replay.pool, **options), lanes.joined():
                 found = back(out, self.upstream)
                 gradients = {i: g for i, g in enumerate(found[len(self.wanted) :]) if g is not None}
                 self.used = list(gradients)

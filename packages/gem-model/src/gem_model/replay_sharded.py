@@ -122,7 +122,8 @@ class ShardedReplay(Rooms):
         """A CUDA graph in the common pool."""
         graph = torch.cuda.CUDAGraph()
         # Other threads, which load data or watch collectives, may call CUDA meanwhile: only this one's are watched.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        options: dict[str, Any] = {"pool": self.pool, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, **options), self.layers.lanes.joined():
             made = run()
         self.pool = graph.pool()
         return [at_address(t) for t in made], graph.replay
