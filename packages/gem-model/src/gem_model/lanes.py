@@ -74,7 +74,7 @@ class Lanes:
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
         """Within a capture. When something fails in the block, the lanes are brought back to the current stream: a
-        capture with a lane astray cannot end, and its error would stand in the place of the failure (of memory, mostly).
+        capture with a lane astray cannot end, and its error would stand in the place of the failure, mostly of memory.
         """
         try:
             yield
