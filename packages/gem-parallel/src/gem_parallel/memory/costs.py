@@ -14,22 +14,22 @@ from torch.utils.flop_counter import flop_registry
 
 from gem_parallel.memory.profile import declare_cost
 
-Shape = torch.Size
 
-
-def attention(q: Shape, k: Shape, v: Shape, q_offsets: Shape | None, k_offsets: Shape, *_: Any, **__: Any) -> int:
+def attention(
+    q: torch.Size, k: torch.Size, v: torch.Size, q_offsets: torch.Size | None, k_offsets: torch.Size, *_: Any, **__: Any
+) -> int:
     """Two products of every query with its sample's keys: 4 H D Tq Tk / B; learned queries serve each sample."""
     samples = max(k_offsets[0] - 1, 1)
     queries = q[0] * samples if q_offsets is None else q[0]
     return 4 * queries * q[1] * q[2] * k[0] // samples
 
 
-def folded_norm(x: Shape, gain: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+def folded_norm(x: torch.Size, gain: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
     """A projection with the norm before it: x [.., C], weight [O, C]."""
     return 2 * x.numel() * weight[0]
 
 
-def normed_projection(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+def normed_projection(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
     """The same with the norm behind it."""
     return 2 * x.numel() * weight[0]
 
