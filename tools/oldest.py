@@ -61,8 +61,9 @@ def checkout(package: str, wanted: str, folder: Path, root: Path = ROOT) -> str:
         ).stdout
         target.mkdir(parents=True)
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            # Python 3.11.4 and later ask for it by warnings, 3.11.2 does not know of it.
-            files.extractall(target, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+            if hasattr(tarfile, "data_filter"):  # not in Python 3.11.2
+                files.extraction_filter = tarfile.data_filter
+            files.extractall(target)
         return f"the tag {tag}"
     assert wanted == version(package, root), f"{package} {wanted} is neither released nor the tree's version"
     shutil.copytree(root / "packages" / package, target, ignore=shutil.ignore_patterns(".*", "__pycache__"))

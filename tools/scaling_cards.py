@@ -210,7 +210,7 @@ def main() -> int:
         profile = links(args.profile, runtime).measured(units=units_profile(spec, mine[: len(shares)]))
         one_card = Layout(world=1, fsdp=1, table_shard=1)
         plans = {row["batch"]: predict(spec, topology, one_card, int(row["batch"]), profile=profile) for row in mine}
-        single, parts = plans[args.batch], args.parts[0]
+        own, parts = plans[args.batch], args.parts[0]
         mean_ms = steps[1, parts]
         first = {
             "case": "alone", "op": "train", "pass": "step", "batch": args.batch, "parts": parts, "ratio": 1.0,
@@ -218,7 +218,7 @@ def main() -> int:
             "samples_per_s": args.batch * parts / mean_ms * 1e3, "batches": mine,
             "cards": [single.ms[1, parts] for single in everyone],
             "of_parts": {n: steps[1, n] for n in args.parts},
-            "plan": {"ms": single.step_s * 1e3, "memory_gib": single.memory["peak"] / 2**30},
+            "plan": {"ms": own.step_s * 1e3, "memory_gib": own.memory["peak"] / 2**30},
             "plans": [{"batch": batch, "ms": plan.step_s * 1e3, "compute_ms": plan.compute_s * 1e3}
                       for batch, plan in plans.items()],
         }  # fmt: skip

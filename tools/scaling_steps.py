@@ -118,9 +118,13 @@ class Bench:
         found = []
         for part in range(parts):
             whole = self.places[0, part, : self.world * share] if strong else self.places[: self.world, part, :share]
-            method, sub_batch = "bbs" if balanced else "none", max(1, share // 8)
-            costs = self.costs[whole.flatten()]
-            found.append(whole.flatten()[assign(costs, self.world, method=method, sub_batch=sub_batch)])
+            owner = assign(
+                self.costs[whole.flatten()],
+                self.world,
+                method="bbs" if balanced else "none",
+                sub_batch=max(1, share // 8),
+            )
+            found.append(whole.flatten()[owner])
         return found
 
     def batches(self, dealt: list[np.ndarray], rank: int, device: torch.device) -> list[RandomBatch]:
@@ -142,7 +146,7 @@ class Bench:
             ]
             for part in dealt
         ]
-        return sum(map(max, flops)) / sum(map(statistics.mean, flops))
+        return sum(max(part) for part in flops) / sum(statistics.mean(part) for part in flops)
 
     def make(self, row: Row, runtime: Runtime, experts: int) -> tuple[ParallelModel, Any]:
         """The model laid out and its optimizer; an ensemble for so many ranks of an expert axis."""
