@@ -142,8 +142,16 @@ def test_the_command_trains_everyone_once(cache, tmp_path, capsys):
     assert "NE - GEM's" in said.out
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_comparison_leaves_no_one_running(cache, tmp_path, monkeypatch, which):
+def test_a_stopped_comparison_leaves_no_one_running(cache, tmp_path, monkeypatch, interruptible, which):
     started = []
 
     def start(contender, jobs):
