@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+
+from gem_parallel.memory.quantise import ScaledTensor
 
 BLOCK = 32  # elements that share a scale
 HALF = BLOCK // 2  # bytes of a block: of two neighbours the first in the low bits, the second in the high ones
@@ -12,40 +12,15 @@ NOT_A_NUMBER = 255  # of E8M0
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1
 
 
-@dataclass(frozen=True)
-class Mx4Tensor:
-    """x ~ E2M1(data) 2^(scale - 127): data [rows, 16] uint8, two elements each, scale [rows] uint8 (E8M0).
-
-    x, of `shape` and `dtype`, is cut into rows of 32 as it lies in memory.
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are kept."""
-        return self.data.nbytes + self.scale.nbytes
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What an offload has to move."""
-        return self.data, self.scale
-
-    def with_tensors(self, data: torch.Tensor, scale: torch.Tensor) -> Mx4Tensor:
-        """The same with moved tensors."""
-        return Mx4Tensor(data, scale, self.shape, self.dtype)
-
-
 class Mx4Quantiser:
     """MXFP4 with the least power of two as scale at which no element is cut off.
 
         s = 2^ceil(log2(max |x| / 6)),    data = e2m1(x / s), to the nearest, ties to even
 
-    so that an element x of a block with maximum m comes back within max(|x| / 5, m / 12). A block that holds an
-    infinity or NaN comes back as NaN. On CUDA a Triton kernel passes over the tensor once (`fused`), elsewhere it is
-    plain PyTorch.
+    A tensor is cut into rows of 32 as it lies in memory: data [rows, 16] uint8, two elements each, scale [rows] uint8
+    (E8M0: 127 + log2 s). An element x of a block with maximum m comes back within max(|x| / 5, m / 12). A block that
+    holds an infinity or NaN comes back as NaN. On CUDA a Triton kernel passes over the tensor once (`fused`),
+    elsewhere it is plain PyTorch.
     """
 
     bits = 4.25
@@ -53,22 +28,22 @@ class Mx4Quantiser:
     def __init__(self, *, fused: bool | None = None) -> None:
         self._fused = fused
 
-    def pack(self, tensor: torch.Tensor) -> Mx4Tensor:
+    def pack(self, tensor: torch.Tensor) -> ScaledTensor:
         """See the class."""
         rows = -(-tensor.numel() // BLOCK)
         flat = tensor.reshape(-1)
         if not self._works_fused(tensor):
             wide = flat.new_zeros(rows * BLOCK, dtype=torch.float32)
             wide[: flat.numel()] = flat
-            return Mx4Tensor(*_pack(wide.view(rows, BLOCK)), tensor.shape, tensor.dtype)
+            return ScaledTensor(*_pack(wide.view(rows, BLOCK)), tensor.shape, tensor.dtype)
         from gem_parallel.memory import kernels
 
         data = torch.empty((rows, HALF), dtype=torch.uint8, device=tensor.device)
         scale = torch.empty((rows,), dtype=torch.uint8, device=tensor.device)
         kernels.pack_mx4(flat.contiguous(), data, scale)
-        return Mx4Tensor(data, scale, tensor.shape, tensor.dtype)
+        return ScaledTensor(data, scale, tensor.shape, tensor.dtype)
 
-    def unpack(self, packed: Mx4Tensor) -> torch.Tensor:
+    def unpack(self, packed: ScaledTensor) -> torch.Tensor:
         """See the class."""
         if not self._works_fused(packed.data):
             whole = _unpack(packed.data, packed.scale).flatten()[: packed.shape.numel()]

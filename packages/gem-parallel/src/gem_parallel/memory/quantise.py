@@ -19,7 +19,7 @@ class Quantiser(Protocol):
 
     `pack` returns whatever `unpack` understands; its tensors must not alias the input, and it has `nbytes`. A plan
     reckons with `bits` per element (8 where the quantiser does not say). What is to wait in host memory needs
-    `tensors()` and `with_tensors(...)`, as Fp8Tensor has.
+    `tensors()` and `with_tensors(...)`, as ScaledTensor has.
     """
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -30,8 +30,8 @@ class Quantiser(Protocol):
 
 
 @dataclass(frozen=True)
-class Fp8Tensor:
-    """x ~ data * scale: data [rows, cols] float8_e4m3fn, scale [rows, 1] float32; x has `shape` and `dtype`."""
+class ScaledTensor:
+    """Data and scales as their quantiser lays them out; what was packed has `shape` and `dtype`."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -47,15 +47,16 @@ class Fp8Tensor:
         """What an offload has to move."""
         return self.data, self.scale
 
-    def with_tensors(self, data: torch.Tensor, scale: torch.Tensor) -> Fp8Tensor:
+    def with_tensors(self, data: torch.Tensor, scale: torch.Tensor) -> ScaledTensor:
         """The same with moved tensors."""
-        return Fp8Tensor(data, scale, self.shape, self.dtype)
+        return ScaledTensor(data, scale, self.shape, self.dtype)
 
 
 class Fp8Quantiser:
     """E4M3 with one float32 scale per row of the last dimension, or per block of `block` neighbouring elements.
 
-    A row whose width is a multiple of 512 is cut into parts of that.
+    A row whose width is a multiple of 512 is cut into parts of that. data [rows, cols] float8_e4m3fn, scale [rows, 1]
+    float32.
 
         scale = max |x| * SCALE,    data = e4m3(x * (1 / scale)),    SCALE = 1 / 448
 
@@ -70,7 +71,7 @@ class Fp8Quantiser:
         self.block = block
         self._fused = fused
 
-    def pack(self, tensor: torch.Tensor) -> Fp8Tensor:
+    def pack(self, tensor: torch.Tensor) -> ScaledTensor:
         """See the class."""
         last = tensor.shape[-1] if tensor.dim() else 1
         cols = PART if last % PART == 0 else last
@@ -78,16 +79,16 @@ class Fp8Quantiser:
             cols = self.block
         rows = tensor.reshape(-1, cols) if cols else tensor.reshape(0, 1)
         if not self._works_fused(tensor):
-            return Fp8Tensor(*_pack(rows), tensor.shape, tensor.dtype)
+            return ScaledTensor(*_pack(rows), tensor.shape, tensor.dtype)
         from gem_parallel.memory import kernels
 
         rows = rows.contiguous()
         data = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
         scale = torch.empty((len(rows), 1), dtype=torch.float32, device=rows.device)
         kernels.pack(rows, data, scale, rows.shape[1])
-        return Fp8Tensor(data, scale, tensor.shape, tensor.dtype)
+        return ScaledTensor(data, scale, tensor.shape, tensor.dtype)
 
-    def unpack(self, packed: Fp8Tensor) -> torch.Tensor:
+    def unpack(self, packed: ScaledTensor) -> torch.Tensor:
         """See the class."""
         if not self._works_fused(packed.data):
             return _unpack(packed.data, packed.scale, packed.dtype).reshape(packed.shape)
