@@ -19,8 +19,8 @@ SCONTROL = "#!/usr/bin/env bash\necho 127.0.0.1\necho other-host\n"
 
 
 def free_job():
-    """A job number whose port (20000 + number % 20000) is free."""
-    for number in random.sample(range(20_000), 100):
+    """A job number whose port (20000 + number % 20000) is free, and none that outgoing connections are given."""
+    for number in random.SystemRandom().sample(range(12_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", 20_000 + number))
             return number

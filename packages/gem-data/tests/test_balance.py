@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-import os
+import random
 
 import numpy as np
 import pytest
@@ -145,7 +145,7 @@ def test_even_parts_are_a_permutation_with_runs_of_the_usual_sizes(count, parts,
 
 @pytest.mark.parametrize("sources", [1, 2, 3])
 def test_even_parts_hold_as_many_events_of_every_source(sources):
-    rng = np.random.default_rng(int.from_bytes(os.urandom(4), "big"))
+    rng = np.random.default_rng(random.getrandbits(32))
     lengths = np.stack([rng.integers(1, 2049 >> i, 1024) for i in range(sources)])
     order = in_even_parts(lengths, 4)
     for length in (lengths[0], lengths[1:].sum(0))[:sources]:  # the largest source, and the others together

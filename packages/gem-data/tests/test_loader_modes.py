@@ -310,12 +310,10 @@ def test_a_killed_worker_is_replaced_and_no_batch_is_lost(small_log, tmp_path):
     loader = Loader(small_log, np.arange(150), config(workers=2))
     expected = [ids(loader.batch(0, s)) for s in range(len(loader))]
     loader._collate = KillingCollator(small_log, tmp_path / "killed", expected[4][0])
-    begin = time.monotonic()
     with pytest.warns(RuntimeWarning, match="worker process died .* going on with new ones"):
         got = [ids(batch) for batch in loader]
     assert (tmp_path / "killed").exists()
     assert got == expected
-    assert time.monotonic() - begin < 60
 
 
 def test_a_worker_that_dies_again_and_again_is_an_error(small_log, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -209,12 +208,13 @@ def train_while_saving(runtime, folder):
     train(parallel, range(3))
     expected = full_state(parallel)
     checkpointer = Checkpointer(folder, runtime=runtime)
-    real = saving.write_bytes
-    saving.write_bytes = lambda *args: (time.sleep(0.3), real(*args))
+    real, gate = saving.write_bytes, threading.Event()
+    saving.write_bytes = lambda *args: (gate.wait(), real(*args))
     checkpointer.save_async(3, parallel.state_dict())
     train(parallel, range(3, 6))  # its collectives run beside those of the thread
     runtime.barrier("beside the save")
     writing = checkpointer.steps() == []
+    gate.set()
     checkpointer.wait()
     second = background.second_control(runtime)
     assert second.control is not runtime.control

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_without_kernels_the_annotations_decide():
 
 
 def test_a_union_has_the_instants_of_its_spans():
-    rng = np.random.default_rng(int.from_bytes(__import__("os").urandom(4), "big"))
+    rng = np.random.default_rng(random.getrandbits(32))
     begins = rng.integers(0, 60, 12)
     spans = np.stack([begins, begins + rng.integers(1, 9, 12)], axis=1).astype(float)
     covered = np.zeros(80, bool)
@@ -176,6 +177,18 @@ def test_recomputation_shows_in_the_trace(cache, tmp_path):
     assert sum(found[p] for p in PARTS) == pytest.approx(found["step"])
 
 
+def least_relative_squares(points):
+    """(fixed, per sample) >= 0 of the least sum of ((fixed + per sample x) / y - 1)^2: the best subset of terms."""
+    x, y = np.array(points, dtype=np.float64).T
+    terms, candidates = np.stack([1 / y, x / y], axis=1), []
+    for used in ([0, 1], [0], [1]):
+        found = np.zeros(2)
+        found[used] = np.linalg.lstsq(terms[:, used], np.ones(len(x)), rcond=None)[0]
+        if (found >= 0).all():
+            candidates.append((float(np.square(terms @ found - 1).sum()), tuple(found)))
+    return min(candidates)[1]
+
+
 def test_bench_from_the_command_line_and_what_the_planner_reads(cache, tmp_path, capsys):
     file, out = tmp_path / "tiny.toml", tmp_path / "bench"
     file.write_text(to_toml(tiny_config(cache)))
@@ -195,8 +208,15 @@ def test_bench_from_the_command_line_and_what_the_planner_reads(cache, tmp_path,
     assert profile.tflops == found["profile"]["tflops"] > 0
     assert profile.unit_us > 0
     layer = next(u for u in found["units"] if u["name"] == "layers.0")
+    points = [u for u in found["profile"]["units"] if u["name"] == "layers.0"]
+    assert [p["batch"] for p in points] == [1, 16]
+    assert points[1]["forward_ms"] == layer["forward_s"] * 1e3
+    assert points[1]["backward_ms"] == max(0.0, layer["seconds"] - layer["forward_s"]) * 1e3
     fitted = profile.unit("layers.0")
-    assert fitted.seconds(16, backward=False) == pytest.approx(layer["forward_s"], rel=0.2)
+    forward = least_relative_squares([(p["batch"], p["forward_ms"] * 1e-3) for p in points])
+    backward = least_relative_squares([(p["batch"], (p["backward_ms"] or 1e-3) * 1e-3) for p in points])
+    assert (fitted.forward_fixed_s, fitted.forward_s) == pytest.approx(forward, abs=1e-12)
+    assert (fitted.backward_fixed_s, fitted.backward_s) == pytest.approx(backward, abs=1e-12)
     assert main(["plan", "--config", str(file), "--profile", str(out / "profile.toml"), "--gpus", "1"]) == 0
     assert "gem-train bench tiny on cpu" in profile.source
     assert "local MFU 41.0%" in render({**found, "mfu": {**found["mfu"], "local": 0.41}})

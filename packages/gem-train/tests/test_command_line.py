@@ -27,7 +27,7 @@ print(time.process_time(), sorted(heavy & set(sys.modules)), file=sys.stderr)
 
 def probe(*arguments):
     done = subprocess.run(
-        [sys.executable, "-c", PROBE.format(arguments=list(arguments))], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROBE.format(arguments=list(arguments))], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     seconds, loaded = done.stderr.strip().splitlines()[-1].split(" ", 1)
@@ -46,7 +46,7 @@ def test_the_parser_alone_imports_nothing_but_the_standard_library():
         "import sys; from gem_train.cli.parser import parser; parser(); "
         "print(sorted({'numpy', 'pyarrow', 'rich'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"
 
 
@@ -70,7 +70,7 @@ def test_help_from_the_shell_takes_less_than_half_a_second():
     times = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "gem_train", "--help"], capture_output=True, check=True, timeout=60)
+        subprocess.run([sys.executable, "-m", "gem_train", "--help"], capture_output=True, check=True, timeout=300)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert 0.01 < min(times) < 0.5

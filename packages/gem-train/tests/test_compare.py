@@ -155,13 +155,14 @@ def test_a_stopped_comparison_leaves_no_one_running(cache, tmp_path, monkeypatch
     started = []
 
     def start(contender, jobs):
-        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        if len(started) == 2:  # by then it listens for signals
+            threading.Timer(0.1, lambda: os.kill(os.getpid(), which)).start()
         return started[-1]
 
     monkeypatch.setattr(compare, "_start", start)
     everyone = compare.contenders(tiny_config(cache), tmp_path, ["gem"], 2)
     before = signal.getsignal(signal.SIGTERM)
-    threading.Timer(1.0, lambda: os.kill(os.getpid(), which)).start()
     with pytest.raises(Interrupted, match="the same command goes on with it"):
         compare.compete(everyone, jobs=2, say=lambda line: None)
     assert [process.poll() for process in started] == [-signal.SIGTERM, -signal.SIGTERM]

@@ -57,7 +57,7 @@ def test_scores_without_gem_train_equal_the_predictions_of_the_run(exported, fin
         [sys.executable, "-W", "ignore", "-c", SERVE, str(exported), str(log), str(predictions)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert f"equal ({pq.read_metadata(predictions).num_rows}, 2)" in done.stdout
@@ -196,7 +196,7 @@ def test_the_program_scores_with_torch_numpy_and_pyarrow_alone(exported, finishe
         [sys.executable, "-W", "ignore", "-c", PROGRAM, str(exported), str(log_of(cache)), str(predictions)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "equal" in done.stdout

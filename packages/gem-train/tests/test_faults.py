@@ -5,6 +5,7 @@ GEM_KILLS says how often the process is killed at a random moment (3 by default;
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -39,7 +40,7 @@ def results(folder):
     return {key: found[key] for key in ("model", "optimal", "baselines", "slices", "weights", "samples")}
 
 
-def until(condition, seconds=60.0):
+def until(condition, seconds=300.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never happened"
@@ -69,7 +70,7 @@ def same(out, finished_run, why=""):
 
 def test_killed_again_and_again_at_random_moments_it_ends_with_the_same_bits(config_file, finished_run, tmp_path):
     """SIGKILL at a random moment: while it starts, in a step, in a validation, in a save, in the test."""
-    seed = int.from_bytes(os.urandom(4), "big")
+    seed = random.getrandbits(32)
     rng, log = random.Random(seed), tmp_path / "log.txt"
     number, killed, states = 0, 0, []
     out = tmp_path / "run-0"
@@ -95,7 +96,7 @@ def test_killed_again_and_again_at_random_moments_it_ends_with_the_same_bits(con
         else:
             raise AssertionError(f"seed {seed}: exit code {process.exitcode}: {log.read_text()[-2000:]}")
     process = launch()
-    process.join(120)
+    process.join(300)
     assert process.exitcode == 0, f"seed {seed}, {states}: {log.read_text()[-2000:]}"
     same(out, finished_run, f"seed {seed}, killed with so many records: {states}")
 
@@ -114,13 +115,13 @@ def test_sigterm_in_the_middle(config_file, finished_run, tmp_path):
     process = command(["run", "--config", str(config_file), "--out", str(out)], log)
     until(reached(out, 4))
     process.terminate()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 0
     step = read(out / "metrics.jsonl")[-1]["step"]
     assert step < 24, "the signal came too late to mean anything"
     assert f"stopped at step {step} of 24 as asked; a checkpoint was written" in log.read_text()
     process = command(["run", "--resume", "--out", str(out)], log)
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 0
     same(out, finished_run)
 
@@ -200,22 +201,25 @@ def test_a_dead_worker_of_the_loader(run_cli, finished_run, tmp_path, monkeypatc
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port outside the range from which the system takes those of outgoing connections: nobody comes between."""
+    for port in random.SystemRandom().sample(range(10_000, 20_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
 
 
 def test_a_dead_rank_ends_the_run_with_its_name_and_the_run_goes_on(cache, tmp_path):
     file, out, whole = tmp_path / "two.toml", tmp_path / "run", tmp_path / "whole"
-    file.write_text(to_toml(tiny_config(cache, "train.max_steps=12", "train.timeout_s=20")))
+    file.write_text(to_toml(tiny_config(cache, "train.max_steps=12", "train.timeout_s=120")))
     for rank in ranks(2, ["run", "--config", str(file), "--out", str(whole)], tmp_path, free_port()):
-        rank.join(60)
+        rank.join(300)
         assert rank.exitcode == 0, (tmp_path / "rank-0.txt").read_text()[-2000:]
 
     alive, victim = ranks(2, ["run", "--config", str(file), "--out", str(out)], tmp_path, free_port())
     until(reached(out, 5))
     victim.kill()
-    alive.join(60)
+    alive.join(300)
     said = (tmp_path / "rank-0.txt").read_text()
     assert alive.exitcode == 4, said[-2000:]
     assert "rank 1, whose process on this host is gone" in said
@@ -223,7 +227,7 @@ def test_a_dead_rank_ends_the_run_with_its_name_and_the_run_goes_on(cache, tmp_p
     assert any(r.get("event") == "peer lost" for r in read(out / "events.jsonl"))
 
     for rank in ranks(2, ["run", "--resume", "--out", str(out)], tmp_path, free_port()):
-        rank.join(60)
+        rank.join(300)
         assert rank.exitcode == 0, (tmp_path / "rank-0.txt").read_text()[-2000:]
     assert curve(out) == curve(whole)
     assert results(out) == results(whole)
@@ -234,17 +238,17 @@ def test_a_restarted_run_goes_on_by_itself(cache, tmp_path):
     itself, whose restart of a gloo job often fails to connect.
     """
     file, out, whole = tmp_path / "two.toml", tmp_path / "run", tmp_path / "whole"
-    file.write_text(to_toml(tiny_config(cache, "train.max_steps=12", "train.timeout_s=20")))
+    file.write_text(to_toml(tiny_config(cache, "train.max_steps=12", "train.timeout_s=120")))
     for rank in ranks(2, ["run", "--config", str(file), "--out", str(whole)], tmp_path, free_port()):
-        rank.join(60)
+        rank.join(300)
     command = ["run", "--config", str(file), "--out", str(out)]
     alive, victim = ranks(2, command, tmp_path, free_port())
     until(reached(out, 5))
     victim.kill()
-    alive.join(60)
+    alive.join(300)
     assert alive.exitcode == 4
     for rank in ranks(2, command, tmp_path, free_port(), restarts=1):
-        rank.join(60)
+        rank.join(300)
         assert rank.exitcode == 0, (tmp_path / "rank-0.txt").read_text()[-2000:]
     assert curve(out) == curve(whole)
     assert results(out) == results(whole)

@@ -24,7 +24,7 @@ def test_the_readmes_python_example_runs(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(), flags=re.DOTALL)
     home = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=home, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=tmp_path, env=home, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "from-python" / "eval.json").exists()

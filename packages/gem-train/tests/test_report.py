@@ -153,7 +153,7 @@ def test_a_browser_renders_the_pages_without_a_complaint(pair, tmp_path):
             [*common, f"--screenshot={shot}", "--window-size=1100,2400", file.as_uri()],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert done.returncode == 0
         assert "CONSOLE" not in done.stderr

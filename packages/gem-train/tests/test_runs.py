@@ -143,5 +143,5 @@ def test_looking_at_runs_needs_no_torch(shelf):
 
     code = "import sys; from gem_train.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     for arguments in (["ls", str(shelf)], ["show", str(shelf / "deep" / "done")]):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr

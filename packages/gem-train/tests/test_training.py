@@ -10,9 +10,8 @@ import re
 import resource
 import shutil
 import signal
-import threading
-import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -25,22 +24,13 @@ from gem_train.errors import NonFiniteError
 from gem_train.events import read
 from gem_train.run_dir import RunDir
 from gem_train.testing import assembled, tiny_config
+from gem_train.trainer import Trainer
 
 
 def curve(folder):
     """What a resumed run must repeat bit by bit."""
     records = read(RunDir(folder).metrics_file)
     return [(r["kind"], r["step"], r.get("loss"), r.get("grad_norm"), r.get("lr"), r.get("ne")) for r in records]
-
-
-def wait_for_step(folder, step, alive, seconds=120):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and alive():
-        file = RunDir(folder).metrics_file
-        if file.exists() and any(r["step"] >= step for r in read(file)):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} was never reached")
 
 
 # A run that goes well.
@@ -222,22 +212,24 @@ def test_a_recipe_that_converts_nothing_says_so(run_cli, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_polite_signal_saves_and_stops_and_the_run_goes_on(number, run_cli, finished_run, tmp_path, capsys):
-    out = tmp_path / "stopped"
+def test_a_polite_signal_saves_and_stops_and_the_run_goes_on(
+    number, run_cli, finished_run, tmp_path, capsys, monkeypatch
+):
+    out, real = tmp_path / "stopped", Trainer.step
 
-    def send():
-        wait_for_step(out, 3, lambda: True)
-        for _ in range(3):  # `timeout`, torchrun and schedulers repeat themselves
-            os.kill(os.getpid(), number)
-            time.sleep(0.02)
+    def step(trainer, *args):
+        if trainer.position.step == 2:
+            for _ in range(3):  # `timeout`, torchrun and schedulers repeat themselves
+                os.kill(os.getpid(), number)
+        return real(trainer, *args)
 
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    assert run_cli(out) == 0
-    sender.join(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(signals, "ECHO_S", 600.0)
+        patch.setattr(Trainer, "step", step)
+        assert run_cli(out) == 0
     said = capsys.readouterr().err
     last = read(out / "metrics.jsonl")[-1]["step"]
-    assert last < 24, "the signal came too late to mean anything"
+    assert last == 3
     assert f"stopped at step {last} of 24 as asked; a checkpoint was written; go on with --out " in said
     assert "error" not in said
     stopped = next(r for r in read(out / "events.jsonl") if r.get("event") == "interrupted")
@@ -249,12 +241,12 @@ def test_a_polite_signal_saves_and_stops_and_the_run_goes_on(number, run_cli, fi
 
 
 def test_a_late_second_ctrl_c_interrupts_at_once(monkeypatch):
-    monkeypatch.setattr(signals, "ECHO_S", 0.1)
+    now = iter([100.0, 100.0 + signals.ECHO_S, 101.0 + signals.ECHO_S])  # when a signal asks for the time
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=now.__next__))
     with signals.StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert stop.requested
-        time.sleep(0.2)
         signal.raise_signal(signal.SIGTERM)
         assert stop.name == "SIGINT"
         with pytest.raises(KeyboardInterrupt):

@@ -31,7 +31,7 @@ def _rank(rank: int, file: str, function: str, folder: Path, ranks: int) -> None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     try:
         getattr(module, function)(folder)

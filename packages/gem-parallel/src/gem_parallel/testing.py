@@ -334,7 +334,7 @@ def _rank(rank: int, world: int, folder: str, file: str, function: str, args: tu
     outcome: tuple[Any, str | None]
     try:
         init = f"file://{folder}/store"
-        with start(device, timeout_s=20, rank=rank, world=world, init_method=init) as runtime:
+        with start(device, timeout_s=60, rank=rank, world=world, init_method=init) as runtime:
             outcome = (getattr(module, function)(runtime, *args), None)
     except BaseException:
         outcome = (None, traceback.format_exc())

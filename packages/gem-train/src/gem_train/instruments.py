@@ -34,8 +34,9 @@ class Instruments:
     def begin(self, step: int, batch: JaggedBatch) -> float:
         """Before a step; returns this rank's training FLOPs in it, or 0 where they are not counted."""
         counted = step == 1 or step % LOOK_EVERY == 0
-        self.clock.begin(counted)
-        return TRAINING_FLOPS * forward_flops(self.parts, batch) if counted else 0.0
+        flops = TRAINING_FLOPS * forward_flops(self.parts, batch) if counted else 0.0
+        self.clock.begin(counted)  # last, so that counting is in no phase
+        return flops
 
     def end(self, step: int, *, waited: float, seconds: float, flops: float, mine: float) -> dict[str, float]:
         """What there is to log of a step that took `seconds` after `waited` for data.
