@@ -125,6 +125,22 @@ class TestHopper:
         assert torch.equal(run(*tensors), run(*tensors))
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 5])
+def test_a_consumer_sees_every_phase_of_its_barriers(slots):
+    """A wait by parity passes at once when the phase before is not complete either: nobody may leave out a phase."""
+    from gem_kernels.norm_linear.hopper_resident import NC, full_at
+    from triton.language import constexpr
+
+    consumers = NC.value
+    phases, owner = {}, {}
+    for step in range(6 * consumers * slots):  # as the loader fills them; consumer W takes steps W, W + NC, ..
+        which, parity = (x.value for x in full_at.fn(constexpr(step), constexpr(slots)))
+        assert parity == phases.get(which, 0) % 2
+        phases[which] = phases.get(which, 0) + 1
+        assert owner.setdefault(which, step % consumers) == step % consumers
+    assert sorted(phases) == list(range(consumers * slots))
+
+
 def test_a_resident_weight_is_only_run_where_asked():
     from gem_kernels.norm_linear import hopper
 

@@ -3,6 +3,10 @@
 A program keeps BN rows of the weight, [BN, K], and walks rows of x. So nothing but x and the result moves, and two
 consumers take tiles of 64 rows in turn: one's end, squares, scale and stores, hides under the other's products. A slot
 of the ring is 64 rows of x, all K columns; the result leaves from the slot that x came in.
+
+A wait by parity tells two phases that follow each other apart and no others: who waits for phase n of a barrier while
+n - 1 is not complete passes at once. So a barrier that says a slot is full belongs to one consumer, which waits for
+each of its phases; with a barrier to a slot, an odd number of slots and consumers in turn it would see every other one.
 """
 
 from __future__ import annotations
@@ -21,6 +25,12 @@ from gem_kernels.norm_linear.hopper_kernels import NC, PARTS, ROWS, _finish, _qu
 
 
 @gluon.jit
+def full_at(step, SLOTS: gl.constexpr):
+    """Which barrier says that the rows of a step are there, and the parity of its phase."""
+    return step % (NC * SLOTS), (step // (NC * SLOTS)) & 1
+
+
+@gluon.jit
 def _loader(
     x_desc, w_desc, buffers, shape,
     BN: gl.constexpr, BK: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr,
@@ -34,8 +44,9 @@ def _loader(
     step = 0
     for tile in range(gl.program_id(0) // columns, tiles, gl.num_programs(0) // columns):
         slot = step % SLOTS
-        barrier = full.index(slot)
         mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)
+        which, _parity = full_at(step, SLOTS)
+        barrier = full.index(which)
         mbarrier.expect(barrier, STEPS * x_desc.block_type.nbytes)
         for k in gl.static_range(STEPS):
             tma.async_copy_global_to_shared(x_desc, [tile * ROWS, k * BK], barrier, x_buf.index(slot * PARTS + k))
@@ -59,7 +70,8 @@ def _consumer(
     mbarrier.wait(weight, 0)
     for tile in range(gl.program_id(0) // columns + W * programs, tiles, NC * programs):
         slot = step % SLOTS
-        mbarrier.wait(full.index(slot), (step // SLOTS) & 1)
+        which, parity = full_at(step, SLOTS)
+        mbarrier.wait(full.index(which), parity)
         acc = gl.zeros([ROWS, BN], gl.float32, AL)
         squares = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, XL))
         for k in range(STEPS):
@@ -97,11 +109,12 @@ def kernel(
     """
     x_buf = gl.allocate_shared_memory(x_desc.dtype, [SLOTS * PARTS, ROWS, BK], x_desc.layout)
     w_buf = gl.allocate_shared_memory(x_desc.dtype, [STEPS, BN, BK], w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [NC * SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     weight = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(SLOTS):
+    for s in gl.static_range(NC * SLOTS):
         mbarrier.init(full.index(s), count=1)
+    for s in gl.static_range(SLOTS):
         mbarrier.init(empty.index(s), count=1)
     mbarrier.init(weight, count=1)
     buffers = (x_buf, w_buf, full, empty, weight)
