@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gem_kernels import sass
 from gem_kernels.dispatch import OPERATORS
@@ -42,8 +43,8 @@ def cases() -> Iterator[CompileCase]:
                     yield from module.compile_cases()
 
 
-def build(case: CompileCase, arch: int) -> str:
-    """Compile one case and describe the result in a line; raises what the compiler raises."""
+def compile_case(case: CompileCase, arch: int) -> Any:
+    """Triton's CompiledKernel of one case; raises what the compiler raises."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -54,7 +55,12 @@ def build(case: CompileCase, arch: int) -> str:
         fn=case.kernel, signature=dict(case.signature), constexprs=dict(case.constants), attrs=attributes
     )
     options = {"num_warps": case.tile.warps, "num_stages": case.tile.stages, "maxnreg": case.tile.registers}
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def build(case: CompileCase, arch: int) -> str:
+    """Compile one case and describe the result in a line; raises what the compiler raises."""
+    binary = compile_case(case, arch)
     ptx = binary.asm["ptx"]
     if binary.metadata.shared > SHARED.get(arch, binary.metadata.shared):
         raise RuntimeError(f"needs {binary.metadata.shared} B of shared memory; sm_{arch} has {SHARED[arch]}")

@@ -1,4 +1,4 @@
-"""Kernels of one call, compiled side by side the first time: one after the other is what a first call waits for."""
+"""Kernels of one call, built side by side the first time: one after the other is what a first call waits for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.runtime import driver
 
 _built: set[Hashable] = set()
 
@@ -25,20 +26,38 @@ class Launch:
         """On the current device and stream."""
         self.kernel[self.grid](*self.arguments, **self.constants)
 
-    def warm_up(self, device: torch.device) -> None:
-        """Compiles it; nothing is launched."""
-        with torch.cuda.device(device):
-            self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants)
+    def build(self) -> None:
+        """Compiles it and loads it on the current device; nothing is launched. `run` of what was compiled is where
+        Triton 3.6 has a C compiler make the function that launches it, which takes a third of a second.
+        """
+        compiled = self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants)
+        assert compiled is None or compiled.run is not None
 
 
-def build(key: Hashable, launches: Sequence[Launch], device: torch.device) -> None:
-    """Compile `launches` in threads, once for each `key` and device. The key should be what their code depends on: a
-    launch of which it says too little compiles for itself, as ever. Compilers are C++ and processes: threads do run at
-    once.
+def run(launches: Sequence[Launch], key: Hashable, device: torch.device) -> None:
+    """Runs `launches` in order, on the current device, which is `device`. The first time for each `key` they are built
+    in threads before: compilers are C++ and processes, so these do run at once. The key should be what their code
+    depends on: a launch of which it says too little compiles for itself, as ever.
     """
-    if (key, device) in _built:
-        return
-    with ThreadPoolExecutor(len(launches)) as pool:
-        for done in [pool.submit(launch.warm_up, device) for launch in launches]:
+    if (key, device) not in _built:
+        _build(launches, device)
+        _built.add((key, device))
+    for launch in launches:
+        launch.run()
+
+
+def _build(launches: Sequence[Launch], device: torch.device) -> None:
+    """One thread for each kernel: two forms of one kernel would share what Triton sets up the first time."""
+    driver.active.get_current_device()  # sets the driver up, which is not for several threads to do
+    by_kernel: dict[int, list[Launch]] = {}
+    for launch in launches:
+        by_kernel.setdefault(id(launch.kernel), []).append(launch)
+
+    def build(forms: list[Launch]) -> None:
+        with torch.cuda.device(device):  # of this thread
+            for launch in forms:
+                launch.build()
+
+    with ThreadPoolExecutor(len(by_kernel)) as pool:
+        for done in [pool.submit(build, forms) for forms in by_kernel.values()]:
             done.result()
-    _built.add((key, device))

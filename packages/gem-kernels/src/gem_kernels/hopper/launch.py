@@ -14,7 +14,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gem_kernels.hopper import first_call
 from gem_kernels.hopper import tiles as tile_lists
+from gem_kernels.hopper.first_call import Launch
 from gem_kernels.hopper.forward import forward_kernel
 from gem_kernels.hopper.tiles import Tiles
 from gem_kernels.schedule import TileShape
@@ -190,8 +192,9 @@ def forward(
     )
     assert config.fits(max_k, masked=masked, bias=bias is not None)
     own = torch.arange(2, device=q.device) * length if q_offsets is None else q_offsets
+    launches: list[Launch] = []
     if tiles is None:
-        tiles = tile_lists.build(own, k_offsets, total, heads, config.shape, shared_own=shared)
+        tiles, launches = tile_lists.plan(own, k_offsets, total, heads, config.shape, shared_own=shared)
     unit, bias_arguments = _bias_arguments(bias, out)
     constants = config.constants(
         dim, group=heads // k.shape[1], act=act, left=left >= 0, right=right >= 0, shared=shared and masked, bias=unit,
@@ -199,10 +202,11 @@ def forward(
     )  # fmt: skip
     k_short, v_short = head_descriptor(k, 64), head_descriptor(v, 64)
     k_desc, v_desc = (k_short, v_short) if config.step == 64 else (head_descriptor(x, config.step) for x in (k, v))
-    forward_kernel[(programs(q.device),)](
+    launches.append(Launch(kernel=forward_kernel, grid=(programs(q.device),), arguments=(
         head_descriptor(q, 64), k_desc, v_desc, k_short, v_short, head_descriptor(out, 64), out, lse, heads,
         tiles.table, tiles.count, tiles.cursor, own if masked else tiles.count,
         scale * LOG2E if softmax else scale, out_scale, out if residual is None else residual.contiguous(), left, right,
-        *bias_arguments, max_q, max_k, **constants, num_warps=4,
-    )  # fmt: skip
+        *bias_arguments, max_q, max_k,
+    ), constants={**constants, "num_warps": 4}))  # fmt: skip
+    first_call.run(launches, ("forward", q.dtype, *constants.values()), q.device)
     return out, lse

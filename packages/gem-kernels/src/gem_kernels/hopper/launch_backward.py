@@ -14,11 +14,12 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gem_kernels.hopper import first_call
 from gem_kernels.hopper import tiles as tile_lists
 from gem_kernels.hopper.activations import slope_unit
 from gem_kernels.hopper.backward import backward_kernel
 from gem_kernels.hopper.bias_gradient import AHEAD, bias_gradient_kernel
-from gem_kernels.hopper.first_call import Launch, build
+from gem_kernels.hopper.first_call import Launch
 from gem_kernels.hopper.launch import (
     LOG2E,
     _bias_arguments,
@@ -268,23 +269,28 @@ class _Problem:
             memory(self.q.device) // 10 if limit is None else limit, self.left, self.right,
         )  # fmt: skip
 
-    def statistics(self, query_blocks: int, with_out: bool) -> Tensor:
-        """LSE in base 2 and delta of every query block, see `row_statistics`; without O only -dLSE of delta."""
+    def statistics(self, query_blocks: int, with_out: bool) -> tuple[Tensor, list[Launch]]:
+        """LSE in base 2 and delta of every query block, see `row_statistics`, and the launch that fills them in;
+        without O only -dLSE of delta. Nothing for an activation.
+        """
         if self.act != "softmax":
-            return torch.empty(BLOCK, device=self.q.device)
+            return torch.empty(BLOCK, device=self.q.device), []
         assert self.lse is not None
         dout, out = self.dout, self.out if with_out else None
         o = dout if out is None else out
         assert o.stride(2) == dout.stride(2) == 1
         heads, dim = dout.shape[1:]
         rows = torch.empty(heads * query_blocks * 2 * BLOCK, dtype=torch.float32, device=dout.device)
-        row_statistics[(-(-self.max_q // BLOCK), self.q_offsets.shape[0] - 1)](
+        grid = (-(-self.max_q // BLOCK), self.q_offsets.shape[0] - 1)
+        arguments = (
             o, dout, self.lse.contiguous(), self.lse if self.dlse is None else self.dlse.contiguous(), rows,
             self.q_offsets, query_blocks, o.stride(0), dout.stride(0), o.stride(1), dout.stride(1),
-            H=heads, D=dim, COLS=triton.next_power_of_2(dim),
-            HAS_OUT=out is not None, HAS_DLSE=self.dlse is not None, num_warps=4,
         )  # fmt: skip
-        return rows
+        constants = {
+            "H": heads, "D": dim, "COLS": triton.next_power_of_2(dim),
+            "HAS_OUT": out is not None, "HAS_DLSE": self.dlse is not None, "num_warps": 4,
+        }  # fmt: skip
+        return rows, [Launch(kernel=row_statistics, grid=grid, arguments=arguments, constants=constants)]
 
 
 def _loads(p: _Problem, rows: Tensor) -> tuple[TensorDescriptor, ...]:
@@ -297,31 +303,35 @@ def _short(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tens
     heads, dim = dq.shape[1:]
     batch = p.k_offsets.shape[0] - 1
     query_blocks = p.workspace(0).query_blocks
-    tiles = tile_lists.build(
+    tiles, listing = tile_lists.plan(
         p.k_offsets, p.q_offsets, p.k.shape[0], p.k.shape[1], TileShape(block=BLOCK, consumers=WHOLE, step=BLOCK)
     )
-    clear_without_keys[(batch,)](
-        dq, p.q_offsets, p.k_offsets, HD=heads * dim, COLS=triton.next_power_of_2(heads * dim), ROWS=4, num_warps=4
-    )
-    loads = _loads(p, p.statistics(query_blocks, config.own != "keys"))
-    short_backward_kernel[(2 * programs(dq.device),)](
-        *loads, *(head_descriptor(x, BLOCK) for x in (dq, dk, dv)),
+    rows, statistics = p.statistics(query_blocks, config.own != "keys")
+    constants = p.constants(config)
+    columns = {"HD": heads * dim, "COLS": triton.next_power_of_2(heads * dim), "ROWS": 4, "num_warps": 4}
+    clear = Launch(
+        kernel=clear_without_keys, grid=(batch,), arguments=(dq, p.q_offsets, p.k_offsets), constants=columns
+    )  # fmt: skip
+    whole = Launch(kernel=short_backward_kernel, grid=(2 * programs(dq.device),), arguments=(
+        *_loads(p, rows), *(head_descriptor(x, BLOCK) for x in (dq, dk, dv)),
         dq, dk, dv, heads * dim, dk.stride(0), tiles.table, tiles.count, query_blocks, p.left, p.right,
         p.inner_scale, p.gradient_scale, p.out_scale, p.gradient_scale,
-        **p.constants(config), num_warps=4, maxnreg=128,
-    )  # fmt: skip
+    ), constants={**constants, "num_warps": 4, "maxnreg": 128})  # fmt: skip
+    key = ("short", p.q.dtype, heads, *constants.values())
+    first_call.run([*listing, clear, *statistics, whole], key, dq.device)
 
 
 def _stream(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """dK, dV and dS, then dQ from dS and perhaps the bias's gradient, window by window."""
     heads, dim = dq.shape[1:]
     work = p.workspace(config.workspace)
-    loads = _loads(p, p.statistics(work.query_blocks, True))
+    rows, statistics = p.statistics(work.query_blocks, True)
+    loads = _loads(p, rows)
     dq_out, dk_out, dv_out = (head_descriptor(x, BLOCK) for x in (dq, dk, dv))
     shape = TileShape(block=BLOCK, consumers=config.consumers(dim, p.bias is not None), step=BLOCK)
-    tiles = tile_lists.build(p.k_offsets, p.q_offsets, p.k.shape[0], p.k.shape[1], shape)
+    tiles, listing = tile_lists.plan(p.k_offsets, p.q_offsets, p.k.shape[0], p.k.shape[1], shape)
     shape = TileShape(block=BLOCK, consumers=CONSUMERS, step=BLOCK)
-    dq_tiles = tile_lists.build(p.q_offsets, p.k_offsets, dq.shape[0], heads, shape)
+    dq_tiles, dq_listing = tile_lists.plan(p.q_offsets, p.k_offsets, dq.shape[0], heads, shape)
     blocks = heads * work.window_blocks * work.key_blocks
     dS = torch.empty(blocks * BLOCK, 1, BLOCK, dtype=dq.dtype, device=dq.device)
     ds, grid, masked = head_descriptor(dS, BLOCK), (programs(dq.device),), max(p.left, p.right) >= 0
@@ -331,9 +341,12 @@ def _stream(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Ten
     dbias = p.bias_grad
     if dbias is not None and dbias.shape[0] == 1 and len(work.windows) > 1:  # a sum over all of them
         dbias = torch.empty(dbias.shape, dtype=torch.float32, device=dbias.device)
+    shared = None if dbias is None else (dbias.shape[0] == 1, dbias.shape[1] == 1)
+    key = ("stream", p.q.dtype, heads, shared, *constants.values())
+    launches = [*statistics, *listing, *dq_listing]
     for first, last in work.windows:
         window = (first, last, work.window_blocks, work.key_blocks, p.left, p.right)
-        launches = [
+        launches += [
             Launch(kernel=backward_kernel, grid=grid, constants=constants, arguments=(
                 *loads, ds, dk_out, dv_out, dk, dv, dk.stride(0),
                 tiles.table, tiles.count, tiles.cursor, p.k_offsets if masked else tiles.count,
@@ -347,10 +360,7 @@ def _stream(p: _Problem, config: BackwardConfig, dq: Tensor, dk: Tensor, dv: Ten
         ]  # fmt: skip
         if dbias is not None:
             launches.append(_bias_gradient(p, dS, dbias, window))
-        shared = None if dbias is None else (dbias.shape[0] == 1, dbias.shape[1] == 1)
-        build((config, dim, p.act, p.group, p.left >= 0, p.right >= 0, unit, shared, dq.dtype), launches, dq.device)
-        for launch in launches:
-            launch.run()
+    first_call.run(launches, key, dq.device)
     if p.bias_grad is not None and dbias is not None and dbias is not p.bias_grad:
         p.bias_grad.copy_(dbias)
 

@@ -18,8 +18,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 def applies(problem: Problem) -> tuple[bool, str]:
     """Half precision, head dimension 32, 64, 96 or 128 (computed as 64 or 128).
 
-    The kernels are written for multiples of 8. At 24, with sequences of up to 8, a card gave other results than the
-    portable kernels; which of them are wrong is not known (docs/notes/hopper-attention.md).
+    The kernels are written for multiples of 8, and tested at them; unasked they take those that models were trained
+    with (docs/notes/hopper-attention.md).
     """
     if problem.dtype not in DTYPES:
         return False, f"the Hopper kernels take bfloat16 and float16; got {problem.dtype}"

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gem_kernels.hopper.first_call import Launch
 from gem_kernels.schedule import FIELDS, TileShape
 
 
@@ -119,16 +120,33 @@ def build(
         the shared length.
         own_total: rows of the own side over all sequences, a host int.
     """
+    tiles, launches = plan(own_offsets, other_offsets, own_total, heads, shape, shared_own=shared_own)
+    for launch in launches:
+        launch.run()
+    return tiles
+
+
+def plan(
+    own_offsets: Tensor,
+    other_offsets: Tensor,
+    own_total: int,
+    heads: int,
+    shape: TileShape,
+    *,
+    shared_own: bool = False,
+) -> tuple[Tiles, list[Launch]]:
+    """The list that `build` makes, not filled in yet, and the launch that does it (none for no sequences)."""
     batch = other_offsets.shape[0] - 1
     device = other_offsets.device
     table = torch.empty(max(shape.bound(own_total, batch, heads), 1), len(FIELDS), dtype=torch.int32, device=device)
     state = torch.empty(2, dtype=torch.int32, device=device)
+    tiles = Tiles(table, state[:1], state[1:])
     if batch == 0:
         state.zero_()
-        return Tiles(table, state[:1], state[1:])
-    build_tiles[(batch,)](
-        own_offsets, other_offsets, table, state, batch, heads,
-        BLOCK=shape.block, CONSUMERS=shape.consumers, STEP=shape.step, SHARED=shared_own,
-        CHUNK=min(1024, max(32, triton.next_power_of_2(batch))), num_warps=4,
-    )  # fmt: skip
-    return Tiles(table, state[:1], state[1:])
+        return tiles, []
+    constants = {
+        "BLOCK": shape.block, "CONSUMERS": shape.consumers, "STEP": shape.step, "SHARED": shared_own,
+        "CHUNK": min(1024, max(32, triton.next_power_of_2(batch))), "num_warps": 4,
+    }  # fmt: skip
+    arguments = (own_offsets, other_offsets, table, state, batch, heads)
+    return tiles, [Launch(kernel=build_tiles, grid=(batch,), arguments=arguments, constants=constants)]
