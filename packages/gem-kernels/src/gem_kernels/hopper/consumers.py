@@ -58,10 +58,13 @@ def _hidden(
 def _finish(
     acc, m, total, out, buf, out_row, rows, head,
     D: gl.constexpr, DIM: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, MASKED: gl.constexpr,
-    RESIDUAL: gl.constexpr,
+    RESIDUAL: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """O and LSE of one block. A whole block goes out by TMA, a sequence's last block by masked stores: its other rows
     are the next sequence's.
+
+    NEAR: a thread's rows are told from the compiler, so that it makes their addresses here and not before all loops,
+    where they cost registers that are not there (docs/notes/hopper-attention.md).
     """
     o_desc, o_ptr, lse_ptr, heads, out_scale, residual_ptr = out
     if ACT == "softmax":
@@ -75,7 +78,7 @@ def _finish(
     else:
         acc = acc * out_scale
         if RESIDUAL:
-            at, own = _places(out_row, rows, head, heads, D, DIM, OL)
+            at, own = _places(out_row, rows, head, heads, D, DIM, OL, NEAR)
             acc += gl.load(residual_ptr + at, mask=own, other=0.0).to(gl.float32)
     flat = buf.reshape([BLOCK, D])
     flat.store(acc.to(o_ptr.dtype.element_ty))
@@ -84,21 +87,42 @@ def _finish(
         tma.async_copy_shared_to_global(o_desc, [out_row, head, 0], buf)
     else:
         RL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-        r = gl.arange(0, BLOCK, gl.SliceLayout(1, RL))
+        r = _here(gl.arange(0, BLOCK, gl.SliceLayout(1, RL)), NEAR)
         c = gl.arange(0, D, gl.SliceLayout(0, RL))
         base = o_ptr + (out_row.to(gl.int64) * heads + head) * DIM
         inside = (r < rows)[:, None] & (c < DIM)[None, :]
         gl.store(base + (r * (heads * DIM))[:, None] + c[None, :], flat.load(RL), mask=inside)
     if ACT == "softmax":  # last: a fence waits for the global stores before it
-        r = gl.arange(0, BLOCK, m.type.layout)
-        lse = (m + gl.log2(total)) * 0.6931471805599453
+        r = _here(gl.arange(0, BLOCK, m.type.layout), NEAR)
+        lse = (m + _log2(total, NEAR)) * 0.6931471805599453
         gl.store(lse_ptr + (out_row + r).to(gl.int64) * heads + head, lse, mask=r < rows)
 
 
 @gluon.jit
-def _places(out_row, rows, head, heads, D: gl.constexpr, DIM: gl.constexpr, OL: gl.constexpr):
+def _here(r, NEAR: gl.constexpr):
+    """r; NEAR: of which the compiler does not know that what is made of it is the same for every tile."""
+    if NEAR:
+        r = apart(r)
+    return r
+
+
+@gluon.jit
+def _log2(x, NEAR: gl.constexpr):
+    """log2(x); NEAR: by one special-function instruction (absolute error 2^-22 between 1/2 and 2, relative elsewhere),
+    where the library's takes 25.
+    """
+    if NEAR:
+        return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    else:
+        return gl.log2(x)
+
+
+@gluon.jit
+def _places(
+    out_row, rows, head, heads, D: gl.constexpr, DIM: gl.constexpr, OL: gl.constexpr, NEAR: gl.constexpr
+):  # fmt: skip
     """Where the numbers of a block of O [T, heads, DIM] are, and which are the sequence's own, in the layout OL."""
-    r = gl.arange(0, BLOCK, gl.SliceLayout(1, OL))
+    r = _here(gl.arange(0, BLOCK, gl.SliceLayout(1, OL)), NEAR)
     c = gl.arange(0, D, gl.SliceLayout(0, OL))
     first = (out_row.to(gl.int64) * heads + head) * DIM
     return first + (r * (heads * DIM))[:, None] + c[None, :], (r < rows)[:, None] & (c < DIM)[None, :]
@@ -108,11 +132,12 @@ def _places(out_row, rows, head, heads, D: gl.constexpr, DIM: gl.constexpr, OL: 
 def _no_keys(
     out, out_row, rows, head,
     D: gl.constexpr, DIM: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr, RESIDUAL: gl.constexpr,
+    NEAR: gl.constexpr,
 ):  # fmt: skip
     """Queries that see no key: O = 0 (or the residual), LSE = -inf."""
     _o_desc, o_ptr, lse_ptr, heads, _out_scale, residual_ptr = out
-    r = gl.arange(0, BLOCK, gl.SliceLayout(1, OL))
-    at, inside = _places(out_row, rows, head, heads, D, DIM, OL)
+    r = _here(gl.arange(0, BLOCK, gl.SliceLayout(1, OL)), NEAR)
+    at, inside = _places(out_row, rows, head, heads, D, DIM, OL, NEAR)
     if RESIDUAL:
         value = gl.load(residual_ptr + at, mask=inside, other=0.0)
     else:
@@ -253,7 +278,7 @@ def consume(
     W, scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr,
     TURNS: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr,
-    ONCE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    ONCE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile: the first consumer the first, and so on. SHORT: the layout of a short step of K and V.
 
@@ -284,7 +309,7 @@ def consume(
             mine = rows - w * BLOCK
             first = position + w * BLOCK
             out_row = out_start + w * BLOCK
-            slot = (tile % QS) * NC + w
+            slot = (tile % QS) * NC + W  # a consumer's own, whichever block it takes: see `load_queries`
             mbarrier.wait(q_full.index(slot), (tile // QS) & 1)
             if (mine > 0) & (n > 0):
                 acc = gl.zeros([BLOCK, D], gl.float32, OL)
@@ -309,13 +334,13 @@ def consume(
                     )  # fmt: skip
                 _finish(
                     acc, m, total, out, q_buf.index(slot), out_row, mine, head, D, DIM, OL, ACT, MASKED or BIAS > 0,
-                    RESIDUAL,
+                    RESIDUAL, NEAR,
                 )  # fmt: skip
             else:
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(before), count=1, pred=tile > 0)
                 if mine > 0:
-                    _no_keys(out, out_row, mine, head, D, DIM, OL, ACT, RESIDUAL)
+                    _no_keys(out, out_row, mine, head, D, DIM, OL, ACT, RESIDUAL, NEAR)
                 _pass(step, n, barriers, KS, LEAN)
             step += n
             before = slot

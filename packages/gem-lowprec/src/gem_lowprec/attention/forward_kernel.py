@@ -41,7 +41,7 @@ def _load_queries(inputs, records, q_buf, q_full, q_empty, NC: gl.constexpr, QS:
     q_desc, tiles_ptr, count_ptr, cursor_ptr = inputs
     load_queries(
         (q_desc, tiles_ptr, count_ptr, cursor_ptr, count_ptr, 0), records, q_buf, q_full, q_empty, (-1, -1),
-        BN=KEYS, NC=NC, QS=QS, LEFT=False, RIGHT=False, SHARED=False, ONCE=False, BIAS=0,
+        BN=KEYS, NC=NC, QS=QS, LEFT=False, RIGHT=False, SHARED=False, ONCE=False, BIAS=0, TURNS=True,
     )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def _consume(
             shorts = gl.cdiv(k_len - wholes * KEYS, BLOCK)
             mine = rows - w * BLOCK
             out_row = out_start + w * BLOCK
-            slot = (tile % QS) * NC + w
+            slot = (tile % QS) * NC + W  # a consumer's own, whichever block it takes: see `load_queries`
             if (mine > 0) & (k_len > 0):
                 i64 = gl.arange(0, BLOCK, ROW)
                 at = (out_row + gl.minimum(i64, mine - 1)).to(gl.int64) * heads + head
