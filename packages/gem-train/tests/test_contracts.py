@@ -100,6 +100,13 @@ class FakeParallel:
     def set_sparse_lr(self, lr):
         self.lr = lr
 
+    def reduce_gradients(self, on):
+        self.reduces = on
+
+    def forget_gradients(self):
+        assert self.reduces  # the last part's
+        self.module.zero_grad(set_to_none=True)
+
     def clip_grad_norm_(self, limit):
         with torch.no_grad():  # the fused update of the tables, a little late
             for name, p in self.module.named_parameters():

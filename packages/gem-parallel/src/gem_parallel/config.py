@@ -182,6 +182,8 @@ class ParallelConfig:
         prefetch: units whose parameters are gathered ahead of their turn, in forward and backward; the model's units
             must be named in the order of its forward. 0 leaves it to FSDP2, which gathers the next one as soon as the
             host has come so far.
+        reduce_every_part: in a step of several parts, dense gradients are reduced in every part instead of the last. A
+            rank then holds the sum of its shard only (4 bytes a parameter less), for a reduction a part.
         memory: what is kept of activations.
         comm: which collectives move what.
         batch_size: samples per rank, which the planner uses to estimate cost; it does not change results.
@@ -201,6 +203,7 @@ class ParallelConfig:
     experts: int = 1
     table_exchange: str = "fp32"
     prefetch: int = 0
+    reduce_every_part: bool = False
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     comm: CommConfig = field(default_factory=CommConfig)
 

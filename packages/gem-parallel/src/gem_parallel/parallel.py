@@ -16,7 +16,17 @@ from gem_parallel.comm.fsdp import Payload
 from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad, SparseSGD
 from gem_parallel.dense.expert import find_ensembles, is_elsewhere, make_expert_mesh, spread_experts
 from gem_parallel.dense.mesh import make_mesh
-from gem_parallel.dense.units import clip_by_global_norm, find_unit, place_dense, reshard, set_prefetch, shard_dense
+from gem_parallel.dense.units import (
+    clip_by_global_norm,
+    end_pass,
+    find_unit,
+    forget_gradients,
+    place_dense,
+    reduce_gradients,
+    reshard,
+    set_prefetch,
+    shard_dense,
+)
 from gem_parallel.memory.quantise import Quantiser
 from gem_parallel.memory.regions import Regions
 from gem_parallel.planning.topology import Topology
@@ -60,6 +70,7 @@ class ParallelModel:
         ensembles: Sequence[str] = (),
         memory: Regions | None = None,
         collectives: Collectives | None = None,
+        reduce_every_part: bool = False,
     ) -> None:
         self.runtime = runtime
         self.mesh = mesh
@@ -72,6 +83,8 @@ class ParallelModel:
         self._sparse_scale = sparse_scale
         self._ensembles = tuple(ensembles)
         self.collectives = collectives
+        self._reduce_every_part = reduce_every_part
+        self._sharded = [m for m in dmp.module.modules() if isinstance(m, FSDPModule)]
         self.memory = memory  # the engine of ParallelConfig.memory; its `plan` prints as a table
 
     @property
@@ -124,12 +137,24 @@ class ParallelModel:
 
     def reduce_gradients(self, on: bool) -> None:
         """Whether the next backward passes reduce dense gradients over the ranks: in a step of several parts, only the
-        last one has to. Until then gradients are added up on each rank, which holds those of the whole model. Called
-        by all ranks alike. Tables are updated in every backward pass.
+        last one has to. Until then gradients are added up on each rank, which holds those of the whole model (with
+        `ParallelConfig.reduce_every_part`, of its shard: every pass reduces). Called by all ranks alike. Tables are
+        updated in every backward pass.
         """
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(on, recurse=False)
+        reduce_gradients(self._sharded, on or self._reduce_every_part)
+
+    def forget_gradients(self) -> None:
+        """Drop all dense gradients, as `zero_grad(set_to_none=True)` does, and with them what earlier parts of a step
+        that is broken off have added up, which no optimizer sees; the next backward pass reduces again. After an
+        exception in the middle of a pass call it before the next one, on all ranks (with torch from 2.13 on; an earlier
+        FSDP2 cannot go on from there). Tables keep the updates of the passes that were finished.
+        """
+        end_pass(self.module)
+        forget_gradients(self._sharded)
+        if not self._sharded:
+            for param in self.dense_parameters():
+                param.grad = None
+        reduce_gradients(self._sharded, True)
 
     def set_sparse_lr(self, lr: float) -> None:
         """Learning rate of the tables from the next backward pass on."""
@@ -330,6 +355,7 @@ def parallelize(
         ensembles=ensembles,
         memory=regions,
         collectives=collectives,
+        reduce_every_part=config.reduce_every_part,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from gem_parallel.config import CommConfig, ParallelConfig, RowWiseAdagrad, SparseSGD
 from gem_parallel.parallel import ParallelModel, parallelize
 from gem_parallel.runtime import Runtime, start
-from gem_parallel.testing import UNITS, PlainModel, SmallModel, full_state, relative_error, small_batch
+from gem_parallel.testing import UNITS, PlainModel, SmallBatch, SmallModel, full_state, relative_error, small_batch
 
 
 def compare(
@@ -32,8 +33,14 @@ def compare(
     sparse: RowWiseAdagrad | SparseSGD | None = None,
     experts: int = 0,
     exchange: torch.dtype = torch.float32,
+    count: int = 1,
+    broken: Mapping[int, str] | None = None,
 ) -> tuple[dict[str, float], ParallelModel]:
     """Train both for `steps` steps on global batches of `samples`; the model has an ensemble of `experts`.
+
+    A step has `count` parts, each a batch of its own, of whose losses it takes the mean; tables learn in every part.
+    In the steps in `broken` the first part runs backward, then the second ends the step without an update of the dense
+    parameters: by a "loss" that is not trained on, or by an exception in a "forward" or "backward" pass.
 
     `exchange` is how the plain model rounds embeddings and gradients. With table_strategy "v2", the plain model has as
     many copies of its tables, which see the samples of their groups.
@@ -67,35 +74,47 @@ def compare(
     optimizer = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2, eps=1e-4)
     plain_optimizer = torch.optim.AdamW(plain_params, lr=1e-2, eps=1e-4)
     error = dict.fromkeys(("loss", "grad norm", "tables", "moments", "dense"), 0.0)
+    passes = 0
     series: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {"loss": [], "grad norm": []}
     for step in range(steps):
         rate = lr / (1 + step)  # a schedule, so that a rate that is not handed on shows
         parallel.set_sparse_lr(rate)
-        batch = small_batch(step, samples)
-        parts = [batch.part(rank, runtime.world).to(runtime.device) for rank in range(runtime.world)]
-        mine = parts[runtime.rank]
-        loss = (parallel(mine) - mine.target).square().mean()
-        loss.backward()
-        norm = parallel.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        expected = torch.zeros((), device=runtime.device)
-        for model_copy, ranks in zip(twins, groups, strict=True):
-            for rank in ranks:
-                expected = expected + (model_copy(parts[rank]) - parts[rank].target).square().mean() / runtime.world
-        expected.backward()
-        plain_norm = torch.nn.utils.clip_grad_norm_(plain_params, 1.0)
-        plain_optimizer.step()
+        mean, expected = torch.zeros((), device=runtime.device), torch.zeros((), device=runtime.device)
+        how = (broken or {}).get(step)
+        for i in range(count):
+            batch = small_batch(count * step + i, samples)
+            parts = [batch.part(rank, runtime.world).to(runtime.device) for rank in range(runtime.world)]
+            mine = parts[runtime.rank]
+            parallel.reduce_gradients(i + 1 == count)
+            if how and i:
+                _break_off(parallel, mine, how)
+                break
+            loss = (parallel(mine) - mine.target).square().mean() / count
+            loss.backward()
+            mean += loss.detach()
+            wanted = torch.zeros((), device=runtime.device)
+            for model_copy, ranks in zip(twins, groups, strict=True):
+                for rank in ranks:
+                    wanted = wanted + (model_copy(parts[rank]) - parts[rank].target).square().mean()
+            wanted = wanted / (runtime.world * count)
+            wanted.backward()
+            expected += wanted.detach()
+            for model_copy in twins:
+                model_copy.lr = rate
+                model_copy.update_tables(scale=len(groups))
+            passes += 1
+            if passes % config.table_sync_every == 0:
+                _average(twins)
+        if not how:
+            norm = parallel.clip_grad_norm_(1.0)
+            optimizer.step()
+            plain_norm = torch.nn.utils.clip_grad_norm_(plain_params, 1.0)
+            plain_optimizer.step()
+            dist.all_reduce(mean)
+            series["loss"].append((mean / runtime.world, expected))
+            series["grad norm"].append((norm, plain_norm))
+        parallel.forget_gradients()
         plain_optimizer.zero_grad()
-        for model_copy in twins:
-            model_copy.lr = rate
-            model_copy.update_tables(scale=len(groups))
-        if (step + 1) % config.table_sync_every == 0:
-            _average(twins)
-        series["loss"].append((mean / runtime.world, expected.detach()))
-        series["grad norm"].append((norm, plain_norm))
     # Like elements of a tensor, steps are measured against the largest: where a gradient nearly vanishes, float32
     # itself is 1e-5 of its norm away from float64, in one process.
     for kind, pairs in series.items():
@@ -114,6 +133,29 @@ def compare(
     for name, param in plain.named_dense_parameters():
         error["dense"] = max(error["dense"], relative_error(after["model"][name], param.detach().cpu()))
     return error, parallel
+
+
+def _break_off(parallel: ParallelModel, batch: SmallBatch, how: str) -> None:
+    """Begin a part and don't finish it: all ranks fail in the last unit of the pass, when others have done theirs."""
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError(how)
+
+    def fail_later(_: object, inputs: object, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    if how == "loss":
+        parallel(batch)
+        return
+    last = parallel.module.get_submodule(UNITS[-1] if how == "forward" else UNITS[0])
+    hook = last.register_forward_hook(fail if how == "forward" else fail_later)
+    try:
+        parallel(batch).sum().backward()
+    except ArithmeticError:
+        return
+    finally:
+        hook.remove()
+    raise AssertionError(f"nothing failed in the {how} pass")
 
 
 @torch.no_grad()

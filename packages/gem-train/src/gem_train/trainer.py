@@ -112,6 +112,9 @@ class Trainer:
     def step(self, batch: JaggedBatch, flops: float = 0.0) -> dict[str, Any]:
         """One update on this rank's part of a global batch; returns what there is to log.
 
+        Dense gradients are reduced over the ranks once, in the last part. A step that ends before it (a part that is
+        not trained on, an exception) leaves none behind; tables keep what they learned in the parts before.
+
         Raises NonFiniteError, before anything is updated if it is the loss that is not finite.
         """
         step, clock = self.position.step + 1, self.instruments.clock
@@ -120,33 +123,32 @@ class Trainer:
         whole = total_weights(batch, self.runtime) if len(parts) > 1 else None
         losses: list[GlobalLoss] = []
         good, norm = True, math.nan
-        for i, part in enumerate(parts):
-            self._seed(step, i)
-            part = part.to(self.runtime.device, non_blocking=True)
-            logits = self.forward(part)
-            clock.mark("forward")
-            stop = self.stop.requested
-            losses.append(global_loss(logits, part, self.runtime, whole=whole, stop=stop, flops=flops if i == 0 else 0))
-            clock.mark("loss")
-            good = self._accepts(step, i, part, logits, losses[-1])
-            if not good:
-                break
-            whole_loss = losses[-1].backward
-            auxiliary = getattr(self.model.module, "auxiliary", None)  # see gem_model.ranker.Ranker
-            if auxiliary is not None:
-                whole_loss = whole_loss + auxiliary / len(parts)
-            with self.runtime.waiting("the backward pass"):
-                whole_loss.backward()  # updates the tables, too
-            clock.mark("backward")
-        if good:
-            norm = float(self.model.clip_grad_norm_(self.config.optim.clip_norm or math.inf))
-            if not math.isfinite(norm):
-                what = f"the gradient's norm is {norm} (the loss is {losses[-1].value})"
-                self._fail(what, step, i, part, logits, losses[-1])
-            self.parts.optimizer.step()
-            if self.average is not None:
-                self.average.update()
-        self.parts.optimizer.zero_grad(set_to_none=True)
+        try:
+            for i, part in enumerate(parts):
+                self.model.reduce_gradients(i + 1 == len(parts))
+                self._seed(step, i)
+                part = part.to(self.runtime.device, non_blocking=True)
+                logits = self.forward(part)
+                clock.mark("forward")
+                stop = self.stop.requested
+                first = flops if i == 0 else 0
+                losses.append(global_loss(logits, part, self.runtime, whole=whole, stop=stop, flops=first))
+                clock.mark("loss")
+                good = self._accepts(step, i, part, logits, losses[-1])
+                if not good:
+                    break
+                self._backward(losses[-1].backward, len(parts))
+                clock.mark("backward")
+            if good:
+                norm = float(self.model.clip_grad_norm_(self.config.optim.clip_norm or math.inf))
+                if not math.isfinite(norm):
+                    what = f"the gradient's norm is {norm} (the loss is {losses[-1].value})"
+                    self._fail(what, step, i, part, logits, losses[-1])
+                self.parts.optimizer.step()
+                if self.average is not None:
+                    self.average.update()
+        finally:
+            self.model.forget_gradients()
         clock.mark("optimizer")
 
         self.position.step = step
@@ -154,6 +156,14 @@ class Trainer:
             self._validate_progressively(step, losses)
         record = {"loss": sum(x.value for x in losses), "grad_norm": norm, **rates} | ({} if good else {"skipped": 1})
         return {**record, "stop": any(x.stop for x in losses), "flops": losses[0].flops}
+
+    def _backward(self, loss: Tensor, parts: int) -> None:
+        """The backward pass of one of so many parts; updates the tables, too."""
+        auxiliary = getattr(self.model.module, "auxiliary", None)  # see gem_model.ranker.Ranker
+        if auxiliary is not None:
+            loss = loss + auxiliary / parts
+        with self.runtime.waiting("the backward pass"):
+            loss.backward()
 
     def forward(self, batch: JaggedBatch) -> Tensor:
         """Logits [B, K] in the run's precision; `batch` is on any device."""

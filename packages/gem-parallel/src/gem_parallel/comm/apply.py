@@ -25,6 +25,7 @@ from gem_parallel.comm.fsdp import (
 from gem_parallel.comm.tables import CopyEngineTableGather, DefaultTableGather, TableGather
 from gem_parallel.comm.windows import CudaWindow, Make, Ring
 from gem_parallel.config import CommConfig
+from gem_parallel.dense.units import param_groups
 from gem_parallel.runtime import Runtime
 
 
@@ -62,7 +63,7 @@ class Collectives:
         for unit in units:
             if not isinstance(unit, FSDPModule):
                 continue
-            for group in _param_groups(unit):
+            for group in param_groups(unit):
                 self._install(unit, group._all_gather_process_group, payload)
 
     def _install(self, unit: FSDPModule, group: Any, payload: Payload | None) -> None:
@@ -141,9 +142,3 @@ class Collectives:
     def why(self) -> str:
         """Every choice with its reasons."""
         return "\n".join(map(str, self.choices)) or "no collectives: nothing is sharded"
-
-
-def _param_groups(unit: FSDPModule) -> list[Any]:
-    state = unit._get_fsdp_state()
-    single = getattr(state, "_fsdp_param_group", None)  # before torch had several groups of a module
-    return list(getattr(state, "_fsdp_param_groups", None) or ([single] if single is not None else []))

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from gem_parallel.dense.units import param_groups
+
 _WAITS = {"unshard": "gather", "wait_for_unshard": "gather", "post_backward": "reduce", "finalize_backward": "reduce"}
 
 
@@ -29,10 +31,7 @@ class Exposed:
         self._groups: list[tuple[str, Any]] = []
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                state = module._get_fsdp_state()
-                single = getattr(state, "_fsdp_param_group", None)  # before torch had several groups of a module
-                groups = getattr(state, "_fsdp_param_groups", None) or ([single] if single is not None else [])
-                self._groups += [(name or "(root)", group) for group in groups]
+                self._groups += [(name or "(root)", group) for group in param_groups(module)]
         self._spans: list[tuple[str, str, Any, Any]] = []
         self._depth = 0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,6 +112,52 @@ def reshard(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def param_groups(unit: FSDPModule) -> list[Any]:
+    """FSDP2's own record of the parameters that it gathers together for `unit`."""
+    state = unit._get_fsdp_state()
+    single = getattr(state, "_fsdp_param_group", None)  # before torch had several groups of a module
+    return list(getattr(state, "_fsdp_param_groups", None) or ([single] if single is not None else []))
+
+
+def reduce_gradients(units: Iterable[FSDPModule], on: bool) -> None:
+    """Whether the next backward passes end in reductions; until then every rank adds up gradients of whole parameters.
+
+    `set_is_last_backward` stays as it is: what it would put off is the wait for reductions, of which there are none
+    then, and lists that it would leave to grow are cleared instead.
+    """
+    for unit in units:
+        unit.set_requires_gradient_sync(on, recurse=False)
+
+
+def forget_gradients(units: Iterable[FSDPModule]) -> None:
+    """Drop all gradients: those of the shards, and those that were added up and have not been reduced."""
+    for unit in units:
+        for group in param_groups(unit):
+            group._partial_reduce_output = None
+            for param in group.fsdp_params:
+                param.sharded_param.grad = None
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):  # there was a forward pass
+                    param._unsharded_param.grad = None
+
+
+def end_pass(root: nn.Module) -> None:
+    """Have FSDP2 forget a pass that an exception has ended in the middle, if there is one."""
+    if not isinstance(root, FSDPModule):
+        return
+    states = root._get_fsdp_state()._state_ctx.all_states
+    if all(state._training_state.name == "IDLE" for state in states):
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        warnings.warn(
+            f"a pass was ended in the middle, where FSDP2 of torch {torch.__version__} cannot go on (from 2.13 on it can): "
+            "start the process again from a checkpoint",
+            stacklevel=3,
+        )
 
 
 def set_prefetch(root: nn.Module, units: Sequence[str], ahead: int) -> None:
