@@ -35,6 +35,8 @@ class ForwardConfig:
     stages to be ahead by.
     lean: K and V of a step share barriers, and rows are reduced with less waiting (`consumers`).
     once: a block has one step (`once`): for at most `step` keys a sequence, without masks and biases.
+    near: addresses of stores are made where they are used (`consumers`).
+    late: a program takes its next tile later (`loaders`).
     """
 
     consumers: int
@@ -43,6 +45,8 @@ class ForwardConfig:
     turns: bool = False
     lean: bool = False
     once: bool = False
+    near: bool = False
+    late: bool = False
 
     @property
     def shape(self) -> TileShape:
@@ -62,7 +66,7 @@ class ForwardConfig:
             "BN": self.step, "D": padded(dim), "DIM": dim, "NC": self.consumers, "KS": self.stages,
             "QS": 2, "TURNS": self.turns, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared,
             "REGS": 160, "LOADER_REGS": 32, "LEAN": self.lean, "ONCE": self.once,
-            "BIAS": bias, "RESIDUAL": residual,
+            "BIAS": bias, "RESIDUAL": residual, "NEAR": self.near, "LATE": self.late,
         }  # fmt: skip
 
 
