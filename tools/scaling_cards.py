@@ -112,7 +112,6 @@ def predicted(
         sync_every=config.table_sync_every,
     )
     batch = bench.args.batch // (world if row.strong else 1)
-    spec = replace(spec, kept_bytes=2)  # in 16 bits, where autocast casts them
     if row.payload:
         spec = replace(spec, gather_bytes=1)
     found = predict(spec, topology, layout, batch, profile=profile)

@@ -271,7 +271,9 @@ def alone(bench: Bench, rank: int, experts: list[int], shares: list[int]) -> Alo
             if rank == 0 and count == 1:
                 whole = bench.batches(bench.deal(args.batch, 1, False), 0, torch.device("cpu"))[0]
                 precision = "bf16" if runtime.device.type == "cuda" else "fp32"
-                spec = describe(args.model, bench.shape(1), bench.inputs, whole, precision=precision)
+                spec = describe(
+                    args.model, bench.shape(1), bench.inputs, whole, precision=precision, replayed=precision == "bf16"
+                )
             forget(parallel)
             del parallel, optimizer
     return Alone(ms=ms, rows=rows, spec=spec)

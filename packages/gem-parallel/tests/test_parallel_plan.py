@@ -155,19 +155,22 @@ def test_memory_by_hand():
 
 
 def test_replayed_layers_keep_a_copy_and_gather_once():
-    again, once = small(), small(kept_bytes=2)
+    (layer,) = small().layers
+    unit = replace(layer, kept_bytes=2e7)  # one kind of unit, not all
+    again, once = (small(layers=(replace(layer, name="head", count=1), kind)) for kind in (layer, unit))
     layout, topology = Layout(world=8, fsdp=8, table_shard=8), cluster(2)
-    ops = {
-        model.kept_bytes: step_ops(model, layout, place_tables(model, 8), 32, topology, EXACT)
-        for model in (again, once)
-    }
-    gathers = {kept: sum(op.kind == "fsdp all-gather" for op in found) for kept, found in ops.items()}
-    assert gathers == {0: 8, 2: 4}
+    gathers = [
+        sum(op.kind == "fsdp all-gather" for op in step_ops(m, layout, place_tables(m, 8), 32, topology, EXACT))
+        for m in (again, once)
+    ]
+    assert gathers == [10, 10 - unit.count]
     items = [memory(model, layout, place_tables(model, 8), 32, EXACT) for model in (again, once)]
-    assert items[1]["kept parameters"] == 2 * 40_000_000
-    assert items[1]["peak"] - items[0]["peak"] == 2 * 40_000_000
-    alone = Layout(world=1, fsdp=1, table_shard=1)
-    assert "kept parameters" not in memory(once, alone, place_tables(once, 1), 32, EXACT)
+    assert items[1]["kept parameters"] == 2e7 * unit.count
+    assert items[1]["peak"] - items[0]["peak"] == 2e7 * unit.count
+    whole = memory(once, replace(layout, fsdp=1), place_tables(once, 8), 32, EXACT)  # replicas are replayed as well
+    assert whole["kept parameters"] == 2e7 * unit.count
+    for other in (Layout(world=1, fsdp=1, table_shard=1), replace(layout, ep=2)):
+        assert "kept parameters" not in memory(once, other, place_tables(once, 1), 32, EXACT)
 
 
 def test_one_device_computes_and_nothing_else():

@@ -11,14 +11,19 @@ import torch
 from gem_model import GEM, ModelInputs, Source, Table, preset
 from gem_model.config import TowerConfig
 from gem_model.flops import batch_flops
+from gem_model.replay_sharded import ShardedReplay
 from gem_model.roles import roles
-from gem_model.testing import random_batch
-from gem_parallel import ModelSpec, start
+from gem_model.testing import example_inputs, random_batch, repeated
+from gem_parallel import Layout, ModelSpec, ParallelConfig, Profile, RowWiseAdagrad, parallelize, start
+from gem_parallel.dense.mesh import make_mesh
+from gem_parallel.dense.units import shard_dense
+from gem_parallel.planning.layout import memory, place_tables
+from gem_parallel.sparse.sharding import find_tables
 from gem_train.cli import main
 from gem_train.config import RunConfig, override, to_toml
 from gem_train.data import open_data
 from gem_train.inputs import model_inputs
-from gem_train.planning import INPUTS, activations, as_toml, describe_model, sample
+from gem_train.planning import INPUTS, activations, as_toml, describe, describe_model, sample
 from gem_train.testing import tiny_config
 
 HOST = """
@@ -113,6 +118,46 @@ def test_the_estimate_of_kept_activations_is_near_what_autograd_keeps(name, leng
     measured = sum(t.untyped_storage().nbytes() / 4 for t in kept.values()) / count
     estimated = sum(activations(config, inputs, {"events": float(length)}).values())
     assert 0.6 < estimated / measured < 1.25
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_plan_knows_the_copies_that_replayed_layers_keep(precision):
+    """Counted after the layers have run sharded by FSDP2, with repeated passes in the place of graphs."""
+    inputs = example_inputs()
+    config = preset("tiny", dropout=0.0, experts=("wukong", "dcn"), layers=2)
+    batch = random_batch(inputs, 6, seed=1)
+    spec = describe("tiny", config, inputs, batch, precision=precision, replayed=True)
+    with start("cpu", 30) as runtime:
+        model = GEM(config, inputs)
+        parallel = parallelize(
+            model, roles(model), ParallelConfig(), runtime, sparse=RowWiseAdagrad(lr=0.1), units=model.units()
+        ).train()
+        tables = [parallel.module.get_submodule(name) for name in find_tables(parallel.module)]
+        shard_dense(parallel.module, tables, model.units(), make_mesh(runtime, ParallelConfig()), "fp32")
+        replay = parallel.module.layers.replay = ShardedReplay(parallel.module.layers, recorder=repeated)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            parallel(batch).sum().backward()
+        held = [{t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in w.fixed} for w in replay.weights]
+    counted = {f"layers.{i}": sum(buffers.values()) for i, buffers in enumerate(held)}
+    assert {u.name: u.kept_bytes for u in spec.units if u.kept_bytes} == counted
+    share = sum(counted.values()) / (4 * sum(u.params for u in spec.units if u.name in counted))
+    assert (0.5 if precision == "bf16" else 1) < share < (0.75 if precision == "bf16" else 1.1)
+    layout = Layout(world=4, fsdp=2, table_shard=4)
+    found = memory(spec, layout, place_tables(spec, 4), 8, Profile())
+    plain = memory(
+        describe("tiny", config, inputs, batch, precision=precision), layout, place_tables(spec, 4), 8, Profile()
+    )
+    assert found["peak"] - plain["peak"] == sum(counted.values()) == found["kept parameters"]
+
+
+def test_only_configurations_that_cards_replay_keep_copies(described):
+    config, data, spec = described
+    assert not any(u.kept_bytes for u in spec.units)  # fp32: a machine without cards
+    on_cards = describe_model(config, data, precision="bf16")
+    assert [u.name for u in on_cards.units if u.kept_bytes] == ["layers.0", "layers.1"]
+    for change in ("train.cuda_graphs=off", "lowprec.numerics_every=5", "parallel.memory.policy=full"):
+        other = describe_model(override(config, [change]), data, precision="bf16")
+        assert not any(u.kept_bytes for u in other.units), change
 
 
 def test_large_models_are_described_without_their_memory(described):

@@ -1,13 +1,15 @@
 """A configuration as gem_parallel's planner sees it: FLOPs, parameters, activations and tables, without the weights.
 
 FLOPs, lengths of the histories and ids per sample are averages over rows of the training split; parameters are counted
-on a model without memory ("meta"). What the backward pass keeps is an estimate (`activations`).
+on a model without memory ("meta"), and so are the copies of them that replayed layers keep. What the backward pass
+keeps is an estimate (`activations`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,13 @@ import torch
 from gem_data import Collator, JaggedBatch
 from gem_model import GEM, GemConfig, ModelInputs
 from gem_model.flops import unit_flops
+from gem_model.replay_sharded import Weights
 from gem_model.roles import roles
 from gem_parallel import LayerSpec, ModelSpec, TableSpec
 from gem_parallel.planning.layout import Layout
 
+from gem_train import graphs
+from gem_train.assemble import lowprec_recipe
 from gem_train.config import RunConfig
 from gem_train.data import Data
 from gem_train.inputs import model_inputs
@@ -32,21 +37,32 @@ INPUTS = "inputs"  # the unit that holds what belongs to none: embeddings to tok
 
 
 def describe_model(config: RunConfig, data: Data, *, precision: str) -> ModelSpec:
-    """The model of `config` on `data`; `precision` is "fp32" or "bf16" (autocast, parameters stay float32)."""
+    """The model of `config` on `data`; `precision` is "fp32" or "bf16" (autocast, parameters stay float32).
+
+    With the latter, which means cards, several of them replay the layers from CUDA graphs where they can.
+    """
     inputs = model_inputs(data.schema, config.inputs, max_history=config.data.max_history)
     batch = sample(data, config.data.max_history)
-    return describe(config.recipe, config.model, inputs, batch, precision=precision)
+    replayed = precision == "bf16" and not why_launched(config, inputs)
+    return describe(config.recipe, config.model, inputs, batch, precision=precision, replayed=replayed)
 
 
-def describe(name: str, config: GemConfig, inputs: ModelInputs, batch: Any, *, precision: str) -> ModelSpec:
-    """The same of a model's shape and any batch of its inputs, which stands for all of them."""
+def describe(
+    name: str, config: GemConfig, inputs: ModelInputs, batch: Any, *, precision: str, replayed: bool = False
+) -> ModelSpec:
+    """The same of a model's shape and any batch of its inputs, which stands for all of them.
+
+    `replayed`: several devices replay the layers from CUDA graphs.
+    """
     count = len(batch.labels)
     lengths = {s.name: batch.sequences[s.name].offsets.diff().tolist() for s in inputs.sources}
     units = [*(f"layers.{i}" for i in range(config.layers)), "heads"]
     flops = dict.fromkeys([INPUTS, *units], 0.0)
     for part, n in unit_flops(config, inputs, lengths, batch_size=count).items():
         flops[part if part in flops else INPUTS] += n / count
-    params = parameters(config, inputs, units)
+    model = GEM(config, inputs, device="meta")
+    params = parameters(model, units)
+    copies = kept_parameters(model, precision) if replayed else {}
     means = {source: float(np.mean(n)) for source, n in lengths.items()}
     kept = activations(config, inputs, means)
     return ModelSpec(
@@ -57,6 +73,7 @@ def describe(name: str, config: GemConfig, inputs: ModelInputs, batch: Any, *, p
                 flops=flops[unit],
                 params=params[unit],
                 activation_bytes=kept[unit] * KEPT_BYTES[precision],
+                kept_bytes=copies.get(unit, 0.0),
             )
             for unit in flops
         ),
@@ -73,17 +90,36 @@ def sample(data: Data, max_history: int) -> JaggedBatch:
     return Collator(data.log, max_history=max_history)(chosen)
 
 
-def parameters(config: GemConfig, inputs: ModelInputs, units: list[str]) -> dict[str, int]:
-    """Dense parameters of each unit, and of what belongs to none; nothing is allocated.
+def parameters(model: GEM, units: list[str]) -> dict[str, int]:
+    """Dense parameters of each unit, and of what belongs to none.
 
     Interaction experts count as dense: they are of several kinds, and the planner spreads equal ones.
     """
-    model = GEM(config, inputs, device="meta")
     role, found = roles(model), dict.fromkeys([INPUTS, *units], 0)
     for name, parameter in model.named_parameters():
         if role[name] != "table":
             found[next((u for u in units if name.startswith(f"{u}.")), INPUTS)] += parameter.numel()
     return found
+
+
+def kept_parameters(model: GEM, precision: str) -> dict[str, float]:
+    """Bytes of the copies that each layer's graphs read where FSDP2 shards it (gem_model.replay_sharded)."""
+    found = {}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+        for i, layer in enumerate(model.layers):
+            fixed = Weights(layer, torch.empty(0)).fixed  # on "meta", where the model is
+            storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in fixed}
+            found[f"layers.{i}"] = float(sum(s.nbytes() for s in storages.values()))
+    return found
+
+
+def why_launched(config: RunConfig, inputs: ModelInputs) -> str:
+    """Why several cards would not replay the layers of this configuration, or "": `graphs.why_not`, before any run."""
+    if config.train.cuda_graphs == "off":
+        return "train.cuda_graphs is off"
+    machine: Any = SimpleNamespace(device=torch.device("cuda"), world=2)
+    conversion: Any = SimpleNamespace(recipe=lowprec_recipe(config))
+    return graphs.why_not(config, GEM(config.model, inputs, device="meta"), conversion, machine)
 
 
 def tables(inputs: ModelInputs, batch: Any) -> tuple[TableSpec, ...]:

@@ -154,7 +154,7 @@ def end_pass(root: nn.Module) -> None:
         root.reset_iter_state()
     else:
         warnings.warn(
-            f"a pass was ended in the middle, where FSDP2 of torch {torch.__version__} cannot go on (from 2.13 on it can): "
+            f"a pass was ended in the middle, where FSDP2 of torch {torch.__version__} cannot go on (2.13's can): "
             "start the process again from a checkpoint",
             stacklevel=3,
         )

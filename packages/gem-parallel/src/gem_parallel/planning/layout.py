@@ -40,6 +40,11 @@ class Layout:
         return self.world // self.fsdp
 
     @property
+    def replays(self) -> bool:
+        """Whether units that keep a copy of their parameters do so here: not alone, nor with experts on other ranks."""
+        return self.world > 1 and self.ep == 1
+
+    @property
     def groups(self) -> dict[str, Group]:
         """The process group of every axis."""
         inside = self.copies_inside
@@ -127,7 +132,7 @@ def memory(model: ModelSpec, layout: Layout, load: TableLoad, batch: int, profil
     gathered = 0.0
     if layout.fsdp > 1:  # two units gathered, one unit's gradients
         gathered = (2 * model.gather_bytes + model.reduce_bytes) * (widest + widest_expert)
-    copies = model.kept_bytes * model.dense_params if layout.fsdp > 1 else 0.0
+    copies = sum(u.kept_bytes for u in model.units) if layout.replays else 0.0
     kept = sum(u.activation_bytes for u in model.units) * batch
     exchanged = layout.ep * batch * max(u.expert_io_bytes for u in model.layers) if layout.ep > 1 else 0.0
     vectors = 2 * 4 * batch * sum(t.vectors * t.dim * t.count for t in model.tables)  # embeddings and their gradients
@@ -202,7 +207,8 @@ class _Step:
         for position, index in enumerate(reversed(range(len(units)))):
             unit = units[index]
             before = (back[position - 2],) if position >= 2 else (ends[-1],)
-            waits = () if self.model.kept_bytes else self._gather(gathers[index], before)
+            replayed = unit.kept_bytes and self.layout.replays
+            waits = () if replayed else self._gather(gathers[index], before)
             if pending:  # the next unit's gather is issued before the last unit's reduction
                 self._reduce(*pending.pop())
             back.append(self._unit(unit, 2.0, waits))

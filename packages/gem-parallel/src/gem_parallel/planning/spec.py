@@ -24,6 +24,8 @@ class LayerSpec:
         params: dense parameters, without the experts.
         activation_bytes: kept for the backward pass, of one sample (experts included).
         count: how many units of this kind follow one another.
+        kept_bytes: of the copy of its parameters that every device of several keeps, where the unit is replayed from
+            CUDA graphs, which need no all-gather for the backward pass. 0: its parameters are gathered again.
         needs_tables: False for a unit that can run before the embeddings have arrived.
         experts: experts of an ensemble whose outputs are summed; 0 for none. Every sample visits every expert.
         expert_params, expert_flops: of one expert (FLOPs forward, of one sample).
@@ -35,6 +37,7 @@ class LayerSpec:
     params: int
     activation_bytes: float
     count: int = 1
+    kept_bytes: float = 0.0
     needs_tables: bool = True
     experts: int = 0
     expert_params: int = 0
@@ -91,8 +94,6 @@ class ModelSpec:
         moment_bytes: bytes of optimizer state of one table row (4: row-wise AdaGrad; 0: SGD).
         state_bytes: bytes that stay for one dense parameter: float32 master, gradient and two Adam moments are 16.
         gather_bytes, reduce_bytes: bytes of a dense parameter in an all-gather, of its gradient in a reduce-scatter.
-        kept_bytes: bytes of the copy of a dense parameter that every device keeps, where layers are replayed from CUDA
-            graphs; they need no all-gather for the backward pass. 0: parameters are gathered again.
         input_bytes: of one sample's batch on the device.
     """
 
@@ -104,7 +105,6 @@ class ModelSpec:
     state_bytes: int = 16
     gather_bytes: int = 2
     reduce_bytes: int = 4
-    kept_bytes: int = 0
     input_bytes: float = 0.0
 
     def __post_init__(self) -> None:
