@@ -7,6 +7,7 @@ import dataclasses
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -119,37 +120,57 @@ def rank_loss(rank: int, world: int, cache: Path, folder: Path) -> None:
         torch.save((found.value, found.stop, found.flops, gradient / world), folder / f"{rank}.pt")
 
 
-def command(arguments: Sequence[str], output: Path, environment: Mapping[str, str] | None = None) -> BaseProcess:
+def command(
+    arguments: Sequence[str], output: Path, environment: Mapping[str, str] | None = None, *, hold: int | None = None
+) -> BaseProcess:
     """`gem-train ARGUMENTS` as a process of its own, started; what it prints goes to the file `output`.
 
-    The processes are forked from a server that has imported everything once, so that one starts in no time. The
+    After step `hold` it waits until it is asked to stop, or killed: no test needs to be quicker than a step. The
+    processes are forked from a server that has imported everything once, so that one starts in no time. The
     report, whose plots take longer than a tiny run, is left out.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gem_train.run"])
-    process = context.Process(target=_command, args=(list(arguments), str(output), dict(environment or {})))
+    process = context.Process(target=_command, args=(list(arguments), str(output), dict(environment or {}), hold))
     process.start()
     return process
 
 
-def ranks(world: int, arguments: Sequence[str], folder: Path, port: int, *, restarts: int = 0) -> list[BaseProcess]:
+def ranks(
+    world: int, arguments: Sequence[str], folder: Path, port: int, *, restarts: int = 0, hold: int | None = None
+) -> list[BaseProcess]:
     """`command` on each of `world` ranks, as torchrun would start them, after so many restarts; the outputs are
-    folder/rank-R.txt.
+    folder/rank-R.txt. The last rank waits after step `hold`.
     """
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     shared |= {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
     shared |= {"LOCAL_WORLD_SIZE": str(world)}
     return [
-        command(arguments, folder / f"rank-{r}.txt", {**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
+        command(
+            arguments,
+            folder / f"rank-{r}.txt",
+            {**shared, "RANK": str(r), "LOCAL_RANK": str(r)},
+            hold=hold if r == world - 1 else None,
+        )
         for r in range(world)
     ]
 
 
-def _command(arguments: list[str], output: str, environment: dict[str, str]) -> None:
+def _command(arguments: list[str], output: str, environment: dict[str, str], hold: int | None) -> None:
     import torch
 
     from gem_train import report
     from gem_train.cli import main
+    from gem_train.trainer import Trainer
+
+    real = Trainer.step
+
+    def step(trainer: Trainer, *args: Any) -> Any:
+        while trainer.position.step == hold and not trainer.stop.requested:
+            time.sleep(0.01)
+        return real(trainer, *args)
+
+    Trainer.step = step  # type: ignore[assignment, method-assign]
 
     report.write_report = lambda run, **_: run.report_file  # type: ignore[assignment, misc]
     os.environ.update(environment)
