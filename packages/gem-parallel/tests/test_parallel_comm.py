@@ -98,6 +98,8 @@ def test_settings_that_cannot_be():
         {"reduce_scatter_ctas": -1},
         {"all_gather_ctas": -1},
         {"windows": 1},
+        {"copies": "pulled"},
+        {"barriers": "host"},
     ):
         with pytest.raises(ValueError, match=f"CommConfig.{next(iter(wrong))}"):
             CommConfig(**wrong)
@@ -112,7 +114,8 @@ class FileWindow:
     folder = ""
     made = 0
 
-    def __init__(self, nbytes, group, device):
+    def __init__(self, nbytes, group, device, **options):
+        assert options.keys() <= {"kernels", "watch"}
         ranks = dist.get_process_group_ranks(group)
         FileWindow.made += 1
         names = [f"{FileWindow.folder}/{'-'.join(map(str, ranks))}-{FileWindow.made}-{rank}" for rank in ranks]
@@ -258,7 +261,7 @@ def test_a_fallback_is_said_once_and_explained(tmp_path):
 
 
 class BrokenWindow:
-    def __init__(self, nbytes, group, device):
+    def __init__(self, nbytes, group, device, **options):
         if dist.get_rank() == 1:
             raise RuntimeError("no fabric\nhandle")
 

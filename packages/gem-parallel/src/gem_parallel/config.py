@@ -9,6 +9,8 @@ TABLE_STRATEGIES = ("v1", "v2", "v3")
 TABLE_EXCHANGES = ("fp32", "fp16", "bf16")
 PRECISIONS = ("fp32", "bf16")
 COLLECTIVES = ("default", "auto", "copy_engine")
+WINDOW_COPIES = ("read", "written")
+WINDOW_BARRIERS = ("streams", "kernels")
 MEMORY_POLICIES = ("keep", "full", "uniform", "regions")
 MEMORY_ENGINES = ("eager", "operators", "compile")
 MEMORY_QUANTISERS = ("none", "fp8", "mx4", "compiler")
@@ -130,6 +132,9 @@ class CommConfig:
             from the backward pass; 0: NCCL decides.
         all_gather_ctas: the same for all-gathers that go through NCCL, such as those that leave the host.
         windows: how many windows of each size the copies take in turn; at least `prefetch` + 2.
+        copies: whether ranks "read" parameters from the others' windows, or have them "written" there by the others.
+        barriers: how ranks meet at windows: by their "streams", which write and await numbers in one another's memory
+            and take no SM, or by torch's "kernels" of one block.
     """
 
     all_gather: str = "default"
@@ -137,6 +142,8 @@ class CommConfig:
     reduce_scatter_ctas: int = 0
     all_gather_ctas: int = 0
     windows: int = 4
+    copies: str = "read"
+    barriers: str = "streams"
 
     def __post_init__(self) -> None:
         for key in ("all_gather", "reduce_scatter"):
@@ -144,6 +151,9 @@ class CommConfig:
                 raise ValueError(
                     f"CommConfig.{key} must be one of {', '.join(COLLECTIVES)}, got {getattr(self, key)!r}"
                 )
+        for key, allowed in (("copies", WINDOW_COPIES), ("barriers", WINDOW_BARRIERS)):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"CommConfig.{key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
         for key in ("reduce_scatter_ctas", "all_gather_ctas"):
             if getattr(self, key) < 0:
                 raise ValueError(f"CommConfig.{key} must be >= 0, got {getattr(self, key)}")

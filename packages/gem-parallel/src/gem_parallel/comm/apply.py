@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,7 @@ from gem_parallel.comm.fsdp import (
     limited_group,
 )
 from gem_parallel.comm.tables import CopyEngineTableGather, DefaultTableGather, TableGather
+from gem_parallel.comm.watch import Watch
 from gem_parallel.comm.windows import CudaWindow, Make, Ring
 from gem_parallel.config import CommConfig
 from gem_parallel.dense.units import param_groups
@@ -36,7 +38,8 @@ class Collectives:
         self.config, self.runtime = config, runtime
         self.choices: list[Choice] = []
         self.rings: list[Ring] = []
-        self._make: Make = CudaWindow
+        kernels = config.barriers == "kernels"
+        self._make: Make = partial(CudaWindow, kernels=kernels, watch=Watch(runtime.timeout_s))
         self._hosts = [host for host, _ in runtime.peers] or [""]
         self._groups: dict[int, tuple[Any, Any]] = {}  # (all-gather, reduce-scatter) by process group
 
@@ -85,7 +88,7 @@ class Collectives:
         gather, reduce = choose_all_gather(self.config, has), choose_reduce_scatter(self.config, has)
         how: Any = None
         if gather.how == "copy engine":
-            how = CopyEngineAllGather(self._ring(group))
+            how = CopyEngineAllGather(self._ring(group), pushes=self.config.copies == "written")
         elif gather.how == "few CTAs":
             how = GroupAllGather(limited_group(group, self.config.all_gather_ctas))
         elif gather.how == "nccl windows" and payload is None:

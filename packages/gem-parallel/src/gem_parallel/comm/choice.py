@@ -81,7 +81,8 @@ def choose_all_gather(config: CommConfig, has: Capabilities, what: str = "parame
             reasons=(*reasons, f"NCCL {_dots(has.nccl)} copies by engine: its group has the zero-CTA policy"),
         )
     reasons.append(
-        "peers' windows are read by copies on the gathering stream; NCCL's own path "
+        f"peers' windows are {config.copies} by copies on the gathering stream, ranks meet by {config.barriers}; "
+        "NCCL's own path "
         + ("is for parameters only" if has.nccl_windows else "needs torch >= 2.12 and a group with the zero-CTA policy")
     )
     return Choice(what=what, how="copy engine", reasons=tuple(reasons))

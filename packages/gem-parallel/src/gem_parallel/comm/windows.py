@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from gem_parallel.comm.watch import Watch
 
 
 class Window(Protocol):
@@ -36,14 +39,21 @@ class CudaWindow:
 
     Ranks meet through numbers in one another's signal pads. With `kernels` that is torch's barrier, a kernel that holds
     an SM while it waits; without, the stream itself writes to the others' pads and waits for its own, which needs none.
+    A barrier that lasts longer than `watch` allows ends the process with the names of those who have not come.
     """
 
-    def __init__(self, nbytes: int, group: Any, device: torch.device, *, kernels: bool = False) -> None:
+    def __init__(
+        self, nbytes: int, group: Any, device: torch.device, *, kernels: bool = False, watch: Watch | None = None
+    ) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         self.local = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        # torch (2.13 and before) has the default stream zero new memory, signal pad included, and waits for nothing. A
+        # rank that is ahead would signal into a pad that is zeroed later: its signal is lost, and torch's barrier,
+        # which sends one each time, never ends. So the memory is zero before anybody can reach it.
+        torch.cuda.default_stream(device).synchronize()
         self._handle = symmetric.rendezvous(self.local, group)
-        self._kernels = kernels
+        self._kernels, self._watch = kernels, watch
         self._met = 0  # barriers so far; every rank counts alike
         self._peers: dict[int, torch.Tensor] = {}
 
@@ -55,20 +65,46 @@ class CudaWindow:
 
     def barrier(self) -> None:
         """See Window."""
+        self._met = (self._met + 1) % 2**32
         if self._kernels:
             self._handle.barrier()
-            return
-        handle = self._handle
+        else:
+            self._meet()
+        if self._watch is not None and not torch.cuda.is_current_stream_capturing():
+            event, number = torch.cuda.Event(), self._met
+            event.record()
+            self._watch.expect(id(self), event.query, lambda: self._missing(number))
+
+    def _meet(self) -> None:
+        """By the stream."""
+        handle, first = self._handle, self._first()
         rank, size, pads = handle.rank, handle.world_size, handle.signal_pad_ptrs
-        first = handle.signal_pad_size - 4 * size  # the end of the pad: torch's own barriers use its beginning
         stream = torch.cuda.current_stream(self.local.device).cuda_stream
-        self._met = (self._met + 1) % 2**32
         for other in range(size):
             if other != rank:
                 _stream_value("cuStreamWriteValue32_v2", stream, pads[other] + first + 4 * rank, self._met)
         for other in range(size):
             if other != rank:  # waits until the number, counted cyclically, is reached
                 _stream_value("cuStreamWaitValue32_v2", stream, pads[rank] + first + 4 * other, self._met)
+
+    def _first(self) -> int:
+        """Where the ranks' numbers begin: at the end of the pad, since torch's own barriers use its beginning."""
+        return int(self._handle.signal_pad_size) - 4 * int(self._handle.world_size)
+
+    def _missing(self, number: int) -> str:
+        """Who has not come to barrier `number`, for a person."""
+        handle = self._handle
+        rank, size = handle.rank, handle.world_size
+        text = f"rank {rank} of {size} waits at barrier {number} of a window of {self.local.nbytes:,} bytes"
+        if self._kernels:
+            return f"{text} for another rank, which died, hangs or has left the common sequence of collectives"
+        print(f"{text}; asking the card who has come", file=sys.stderr, flush=True)  # in case it does not answer
+        with torch.cuda.stream(torch.cuda.Stream(self.local.device)):
+            pad = handle.get_signal_pad(rank, (size,), torch.int32, self._first() // 4)
+            come = [value % 2**32 for value in pad.tolist()]
+        others = [other for other in range(size) if other != rank and come[other] != number]
+        said = ", ".join(f"rank {other} (it came to {come[other]})" for other in others)
+        return f"{text} for {said or 'nobody: all have come since'}: it died, hangs or left the common sequence"
 
 
 @functools.cache
