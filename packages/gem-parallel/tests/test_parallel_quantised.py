@@ -81,18 +81,6 @@ def test_mx4_is_what_its_definition_says(dtype):
     assert quantiser.unpack(quantiser.pack(torch.empty(0, 8))).shape == (0, 8)
 
 
-def test_activations_in_four_bits_come_by_one_line():
-    plain, model = stack(dropout=0.0), stack(dropout=0.0)
-    regions = Regions(model, ["0", "1", "2"], MemoryConfig(quantise="mx4", quantise_min_kib=1))
-    expected, got = train_step(plain, 0), train_step(model, 0, regions)
-    assert torch.equal(expected[0], got[0])
-    assert regions.keeper.saved < 0.14 * regions.keeper.seen  # 4.25 bits of 32
-    for a, b in zip(expected[3:], got[3:], strict=True):
-        if a.norm() > 1e-6:
-            assert (a - b).norm() <= 0.35 * a.norm()
-    assert any(not torch.equal(a, b) for a, b in zip(expected[3:], got[3:], strict=True))
-
-
 FUSED = """
     import torch
     from gem_parallel.memory.mx4 import Mx4Quantiser
@@ -127,18 +115,20 @@ def test_the_fused_quantiser_is_the_plain_one_in_the_interpreter():
 
 
 @pytest.mark.parametrize("policy", ["keep", "full", "regions"])
-@pytest.mark.parametrize("block", [0, 32])
-def test_gradients_with_fp8_activations_are_within_five_percent(policy, block):
+@pytest.mark.parametrize(
+    ("form", "block", "near", "bytes_of_four"), [("fp8", 0, 0.05, 1.2), ("fp8", 32, 0.05, 1.2), ("mx4", 0, 0.35, 0.56)]
+)
+def test_gradients_with_rounded_activations_are_near(policy, form, block, near, bytes_of_four):
     plain, model = stack(dropout=0.0), stack(dropout=0.0)
-    config = MemoryConfig(policy=policy, budget=0.6, quantise="fp8", quantise_min_kib=1, quantise_block=block)
+    config = MemoryConfig(policy=policy, budget=0.6, quantise=form, quantise_min_kib=1, quantise_block=block)
     regions = Regions(model, ["0", "1", "2"], config)
     for seed in range(MEASURED_STEPS + 2):
         expected, got = train_step(plain, seed), train_step(model, seed, regions)
-    assert regions.keeper.seen > 0
+    assert 0 < regions.keeper.saved < bytes_of_four / 4 * regions.keeper.seen
     assert torch.equal(expected[0], got[0])  # the forward pass is exact
     for a, b in zip(expected[3:], got[3:], strict=True):
         if a.norm() > 1e-6:
-            assert (a - b).norm() <= 0.05 * a.norm()
+            assert (a - b).norm() <= near * a.norm()
     assert any(not torch.equal(a, b) for a, b in zip(expected[3:], got[3:], strict=True))
 
 
@@ -189,6 +179,101 @@ def test_a_number_for_each_row_is_kept_exactly():
     assert both.host.bytes_sent == positions.nbytes
 
 
+class Softmax(torch.autograd.Function):
+    """Attention of [B, L, H, D] as kernels do it: what is kept of the probabilities is LSE [B L, H]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        scores = torch.einsum("blhd,bmhd->bhlm", q, k)
+        lse = scores.logsumexp(3)
+        out = torch.einsum("bhlm,bmhd->blhd", (scores - lse[..., None]).exp(), v)
+        lse = lse.transpose(1, 2).flatten(0, 1).contiguous()
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        q, k, v, out, lse = ctx.saved_tensors
+        lse = lse.unflatten(0, q.shape[:2]).transpose(1, 2)
+        p = (torch.einsum("blhd,bmhd->bhlm", q, k) - lse[..., None]).exp()
+        dp = torch.einsum("blhd,bmhd->bhlm", dout, v)
+        ds = p * (dp - (dout * out).sum(-1).transpose(1, 2)[..., None])
+        dq, dk = torch.einsum("bhlm,bmhd->blhd", ds, k), torch.einsum("bhlm,blhd->bmhd", ds, q)
+        return dq, dk, torch.einsum("bhlm,blhd->bmhd", p, dout)
+
+
+class Pooling(nn.Module):
+    """Its name says nothing of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.kv, self.out = nn.Linear(64, 64), nn.Linear(64, 128), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q = 0.4 * self.q(x).unflatten(2, (2, 32))
+        k, v = self.kv(x).unflatten(2, (4, 32)).chunk(2, dim=2)
+        return self.out(Softmax.apply(q, k, v)[0].flatten(2))
+
+
+@pytest.mark.parametrize("quantise", ["fp8", "mx4"])
+def test_gradients_are_no_farther_off_at_a_batch_whose_statistics_are_large(quantise):
+    """A log-sum-exp of 5 that is rounded by 0.2 is a factor of 1.2 on a row of probabilities."""
+    near = {"fp8": 0.05, "mx4": 0.3}[quantise]
+    errors = {}
+    for batch in (2, 16):  # LSE has 1 or 8 KiB; every other tensor at least 32
+        model = nn.Sequential(Pooling())
+        x, w = (torch.randn(batch, 64, 64, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+        x.requires_grad_()
+        found = []
+        for form in ("none", quantise):
+            regions = Regions(model, ["0"], MemoryConfig(quantise=form, quantise_min_kib=4))
+            regions.begin()
+            model.zero_grad()
+            (model(x) * w).sum().backward()
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            regions.close()
+        assert regions.keeper.seen > 0
+        errors[batch] = float((found[0] - found[1]).norm() / found[0].norm())
+    assert errors[2] <= near, errors
+    assert errors[16] <= 1.3 * errors[2], errors
+
+
+class Joined(torch.autograd.Function):
+    """x (a || b)^T, which keeps the two weights as one, and a mask."""
+
+    @staticmethod
+    def forward(ctx, x, a, b, mask):
+        ctx.save_for_backward(x, torch.cat((a, b)), mask)
+        return (x @ torch.cat((a, b)).t()) * mask
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, both, mask = ctx.saved_tensors
+        dy = dy * mask
+        return dy @ both, *(dy.t() @ x).chunk(2), None
+
+
+def test_what_no_gradient_flows_through_is_kept_exactly():
+    keeper, a, b = Keeper(Fp8Quantiser(), min_bytes=1), *(nn.Parameter(torch.randn(32, 64)) for _ in range(2))
+    x, mask = torch.randn(16, 64, requires_grad=True), torch.rand(16, 64).round() / 0.7
+    y = x * 2
+    with torch.autograd.graph.saved_tensors_hooks(keeper.pack_saved, keeper.unpack):
+        out = Joined.apply(y, a, b, mask)
+    assert keeper.seen == y.nbytes
+    assert keeper.size_saved(mask) == mask.nbytes
+    assert keeper.size_saved(y) == y.nbytes / 4
+    out.sum().backward()
+    assert torch.equal(x.grad, 2 * (mask @ torch.cat((a, b))))
+    compiled = Keeper(Fp8Quantiser(), min_bytes=1, compiled=True)  # all that a compiled function saves looks like that
+    assert compiled.size_saved(mask) == mask.nbytes / 4
+    moved = Keeper(Fp8Quantiser(), min_bytes=1, offload_bytes=1024)
+    assert torch.equal(moved.unpack(moved.pack_saved(mask)), mask)
+    assert moved.host.bytes_sent == mask.nbytes
+    turned = a.unflatten(0, (4, 8)).transpose(0, 1).flatten(1).t()  # a copy of a weight in another order
+    assert keeper.pack_saved(turned) is turned
+
+
 def test_what_is_quantised():
     kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
 
@@ -197,21 +282,21 @@ def test_what_is_quantised():
             kinds.append((tuple(tensor.shape), tensor.dtype))
             return super().pack(tensor)
 
-    model = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 2)))
-    config = MemoryConfig(quantise="fp8", quantise_min_kib=0.9)
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 2)))
+    config = MemoryConfig(quantise="fp8", quantise_min_kib=1.9)
     Regions(model, ["0"], config, quantiser=Spy())
-    x = torch.randn(16, 16)
+    x = torch.randn(16, 32, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(x).sum().backward()
-    # inputs of the three linear layers (512 bytes in bfloat16 are too small), no weights, nothing of the norm
+    # inputs of the three linear layers (1,024 bytes in bfloat16 are too small), no weights, nothing of the norm
     assert kinds == []
-    x = torch.randn(32, 16)
+    x = torch.randn(32, 32, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(x).sum().backward()
-    assert kinds == [((32, 16), torch.bfloat16)] * 3
+    assert kinds == [((32, 32), torch.bfloat16)] * 3
     kinds.clear()
     model(x).sum().backward()  # the norm's output goes into a linear layer: its own input stays
-    assert kinds == [((32, 16), torch.float32)] * 3
+    assert kinds == [((32, 32), torch.float32)] * 3
 
 
 def test_linear_layers_inside_excluded_modules_are_like_others():

@@ -1,9 +1,11 @@
 """Memory against step time: no recomputation, full, uniform budgets, budgets per region, with quantised activations.
 
 Every variant trains the same model on the same batch. Its gradients are compared with the unchecked model's, as the
-norm of the difference over the norm of all gradients: recomputation must not differ by more than two unchecked runs do
-(not at all, where the device's kernels repeat themselves), FP8 and compiled code by more than a tenth, four
-bits by half.
+norm of the difference over the norm of the gradients, of all parameters and of each region's by themselves: what goes
+wrong in one region hardly shows in the whole, where the heads' gradients are most of the norm. Recomputation must not
+differ by more than two unchecked runs do (not at all, where the device's kernels repeat themselves). What is rounded
+may differ by what rounding gives, at any batch. E4M3 is off by 2.6% (root mean square) and MXFP4 by 11%, and a gradient
+is a product of two or three of such tensors; a region is allowed twice what the whole is.
 
 With `--graphs` the regions are replayed from CUDA graphs, as training on one card has them. What is kept then lies in
 the graphs' pool, which the allocator takes for free memory: the peak is what was taken from the card beyond what it
@@ -15,9 +17,10 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,8 +32,9 @@ from gem_parallel.config import MemoryConfig
 from gem_parallel.memory.profile import Curve
 from gem_parallel.memory.regions import MEASURED_STEPS, Regions
 
-FP8_TOLERANCE = 0.1
-MX4_TOLERANCE = 0.5
+FP8_TOLERANCE = 0.05
+MX4_TOLERANCE = 0.25
+REGION = 2.0  # times a tolerance, of the parameters of one region
 WARM_UP = 1  # step, which compiles kernels where they are new and makes the allocator's pools
 
 
@@ -128,12 +132,12 @@ def run(args: argparse.Namespace) -> int:
 
         inductor_config.fallback_random = True  # dropout as without the compiler, so that gradients can be compared
     reference: list[torch.Tensor] = []
-    noise = 0.0  # how much two unchecked runs differ
+    noise = 0.0, 0.0  # how much two unchecked runs differ, in the whole and in one region
     rows: list[dict[str, Any]] = []
     curves: dict[tuple[str, str], dict[str, Curve]] = {}
     good = True
     heads = " ".join(f"{head:>9}" for head in ("step ms", "a sample", "host ms", "kept MiB", "peak MiB"))
-    print(f"{'variant':28} {heads} {'against none':>13} {'memory':>7}  error")
+    print(f"{'variant':28} {heads} {'against none':>13} {'memory':>7}  error, in a region")
     workload, made_for = Workload(*make(device, args.batch)), args.batch
     for (batch, name), config in zip(wanted, configs, strict=True):
         if batch != made_for:
@@ -156,10 +160,9 @@ def run(args: argparse.Namespace) -> int:
         rows.append(row)
         if compare and not reference:
             reference = grads
-        noise = row["error"] if name == "none again" else noise
-        exact = config is None or (config.quantise == "none" and config.engine != "compile")
-        near = MX4_TOLERANCE if config is not None and config.quantise == "mx4" else FP8_TOLERANCE
-        wrong = not row["error"] <= (2 * noise if exact else near) if compare else not row["finite"]
+        if name == "none again":
+            noise = row["error"], row["worst"]
+        wrong = not (right(row, config, noise) if compare else row["finite"])
         good &= not wrong
         first = next(r for r in rows if "ms" in r)
         size = "peak_mib" if args.graphs else "kept_mib"
@@ -167,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"{label:28} {row['ms']:9.2f} {row['ms_a_sample']:9.3f} {row['host_ms']:9.2f} {row['kept_mib']:9.0f} "
             f"{row['peak_mib']:9.0f} {row['ms_a_sample'] / first['ms_a_sample'] - 1:+13.1%} {share:7.2f}  "
-            f"{row['error']:.1e}{'  WRONG' if wrong else ''}",
+            f"{row['error']:.1e} {row['worst']:.1e} {row['worst_in']}{'  WRONG' if wrong else ''}",
             flush=True,
         )
         if plan:
@@ -248,9 +251,7 @@ def measure(
         elif cuda:
             peak = torch.cuda.max_memory_allocated() - resting
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        pairs = list(zip(grads, reference or [], strict=bool(reference)))
-        wrong = sum(float((mine.double() - theirs.double()).square().sum()) for mine, theirs in pairs)
-        error = (wrong / max(sum(float(theirs.double().square().sum()) for _, theirs in pairs), 1e-30)) ** 0.5
+        error, worst, where = errors(model, names, reference) if reference else (0.0, 0.0, "")
         finite = bool(torch.stack([g.isfinite().all() for g in grads]).all())
         copies = [g.detach().clone() for g in grads] if reference == [] else []
     row = {
@@ -261,6 +262,8 @@ def measure(
         "kept_mib": took[-1][2] / 2**20 if not graphs else 0.0,
         "peak_mib": peak / 2**20,
         "error": error,
+        "worst": worst,
+        "worst_in": where,
         "finite": finite,
     }
     if regions is not None and regions.plan is not None:
@@ -270,6 +273,36 @@ def measure(
         if not cuda or graphs:
             row["kept_mib"] = row["plan_kept_mib"]
     return row, copies, regions and regions.plan
+
+
+def errors(
+    model: torch.nn.Module, regions: Sequence[str], reference: Sequence[torch.Tensor]
+) -> tuple[float, float, str]:
+    """Differences of the gradients from `reference`, over the reference's norm: (of all, the largest of one region's
+    parameters, that region). What is outside of the regions counts as one more, called "outside".
+    """
+    pairs = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    sums: dict[str, tuple[float, float]] = {}
+    for (name, mine), theirs in zip(pairs, reference, strict=True):
+        at = next((region for region in regions if name.startswith(f"{region}.")), "outside")
+        wrong, whole = sums.get(at, (0.0, 0.0))
+        wide = theirs.double()
+        sums[at] = wrong + float((mine.double() - wide).square().sum()), whole + float(wide.square().sum())
+
+    def relative(wrong: float, whole: float) -> float:
+        return math.sqrt(wrong / max(whole, 1e-30))
+
+    each = {at: relative(*found) for at, found in sums.items()}
+    where = max(each, key=lambda at: (math.isnan(each[at]), each[at]))  # one that is no number is the largest
+    return relative(*(sum(part) for part in zip(*sums.values(), strict=True))), each[where], where
+
+
+def right(row: dict[str, Any], config: MemoryConfig | None, noise: tuple[float, float]) -> bool:
+    """Whether a row's gradients are as near as they have to be, `noise` being how much two unchecked runs differ."""
+    exact = config is None or (config.quantise == "none" and config.engine != "compile")
+    near = MX4_TOLERANCE if config is not None and config.quantise == "mx4" else FP8_TOLERANCE
+    limits = (2 * noise[0], 2 * noise[1]) if exact else (near, REGION * near)
+    return bool(row["error"] <= limits[0] and row["worst"] <= limits[1])
 
 
 @contextmanager

@@ -128,7 +128,7 @@ class Saving:
             place.result.left += 1
             return place
         if self.keeper.works:
-            kept = self.keeper.pack(tensor)
+            kept = self.keeper.pack_saved(tensor)
             if kept is not tensor:
                 return kept
         return tensor.detach(), tensor._version  # a node that saves its own result must not hold itself

@@ -17,10 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gem_parallel.memory.offload import HostCopy, HostStore
 from gem_parallel.memory.quantise import Quantiser
-from gem_parallel.memory.recipes import name_of
+from gem_parallel.memory.recipes import EXACT, name_of, sort_of
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_WEIGHT_DEPTH = 6  # views and casts between a parameter and what an operator saves of it
+_WEIGHT_DEPTH = 10  # views, copies and casts between a parameter and what an operator saves of it
+NARROW = 16  # numbers of a row, below which they are what is known of the row, and not a vector with noise to average
 
 
 class _Kept:
@@ -36,15 +37,27 @@ class _Kept:
 class Keeper:
     """Packs what is worth it.
 
-    Quantised or offloaded are floating-point activations of at least `min_bytes` (`offload_bytes`). Vectors are not
-    quantised: a number for each row is a position, a time or a weight, which kernels need exactly. Left alone are
+    Quantised or offloaded are floating-point activations of at least `min_bytes` (`offload_bytes`). Left alone are
     parameters, views and casts of them, buffers (`leave`), tensors that repeat themselves in memory (expanded ones),
     and everything inside `exactly()`. One tensor that several operators save is packed once.
+
+    Kernels need some numbers exactly, and these are not quantised, whatever their size:
+
+    - vectors and rows of fewer than NARROW numbers: a position, a time, a statistic of a norm, the log-sum-exp of an
+      attention's heads. It enters as exp(s - LSE), so that the 6% by which E4M3 may round it are a factor of its own
+      for each row of probabilities;
+    - results that `recipes.EXACT` names, of any width;
+    - of what autograd saves, what no gradient flows through: masks, statistics that operators keep for themselves, data
+      and weights that a function has put together. Not where a compiler decides what is saved (`compiled`): it saves
+      everything as such.
     """
 
-    def __init__(self, quantiser: Quantiser | None, *, min_bytes: int, offload_bytes: int = 0) -> None:
+    def __init__(
+        self, quantiser: Quantiser | None, *, min_bytes: int, offload_bytes: int = 0, compiled: bool = False
+    ) -> None:
         self.quantiser = quantiser
         self.min_bytes = min_bytes
+        self.compiled = compiled
         self.offload_bytes = offload_bytes  # 0: never
         sizes = [size for size in (min_bytes if quantiser else 0, offload_bytes) if size]
         self._least = min(sizes, default=1 << 62)
@@ -69,12 +82,17 @@ class Keeper:
         finally:
             self._exact = before
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """What is kept instead of `tensor`; itself when it is left alone."""
+    def pack_saved(self, tensor: torch.Tensor) -> Any:
+        """The same for a tensor that autograd saves."""
+        return self.pack(tensor, rounds=self._flows(tensor))
+
+    def pack(self, tensor: torch.Tensor, *, rounds: bool = True) -> Any:
+        """What is kept instead of `tensor`; itself when it is left alone. It is quantised only if it `rounds`."""
         if not self._eligible(tensor):
             return tensor
         whole = self._whole.get(tensor.untyped_storage()._cdata)
-        if self._exact:
+        moves = 0 < self.offload_bytes <= tensor.nbytes
+        if self._exact or not (moves or rounds):
             storage = tensor.untyped_storage()
             self._whole[storage._cdata] = StorageWeakRef(storage)
             return tensor
@@ -94,7 +112,7 @@ class Keeper:
             kept = known[1]()
             if kept is not None:
                 return kept
-        kept = self._small(tensor.detach())
+        kept = self._small(tensor.detach(), quantises=rounds and self._quantises(tensor))
         self._known[key] = (StorageWeakRef(storage), weakref.ref(kept, lambda _: self._known.pop(key, None)))
         return kept
 
@@ -103,13 +121,17 @@ class Keeper:
         self.leave = leave
         self._whole = {key: storage for key, storage in self._whole.items() if not storage.expired()}
 
-    def size(self, tensor: torch.Tensor) -> int:
+    def size_saved(self, tensor: torch.Tensor) -> int:
+        """The same of `pack_saved`."""
+        return self.size(tensor, rounds=self._flows(tensor))
+
+    def size(self, tensor: torch.Tensor, *, rounds: bool = True) -> int:
         """Bytes that stay on the device when `tensor` is packed, for a plan."""
         if self._exact or not self._eligible(tensor):
             return tensor.nbytes
-        if self.offload_bytes and tensor.nbytes >= self.offload_bytes:
+        if 0 < self.offload_bytes <= tensor.nbytes:
             return 0
-        if not self._quantises(tensor):
+        if not (rounds and self._quantises(tensor)):
             return tensor.nbytes
         return int(tensor.numel() * getattr(self.quantiser, "bits", 8.0) / 8)
 
@@ -134,11 +156,10 @@ class Keeper:
         assert self.quantiser is not None
         return self.quantiser.unpack(packed)
 
-    def _small(self, tensor: torch.Tensor) -> _Kept:
+    def _small(self, tensor: torch.Tensor, *, quantises: bool) -> _Kept:
         self.seen += tensor.nbytes
-        quantised = self._quantises(tensor)
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-        packed = self.quantiser.pack(tensor) if self.quantiser is not None and quantised else None
+        packed = self.quantiser.pack(tensor) if self.quantiser is not None and quantises else None
         if not self.offload_bytes or tensor.nbytes < self.offload_bytes:
             assert packed is not None
             self.saved += int(packed.nbytes)
@@ -152,19 +173,28 @@ class Keeper:
             )
         return _Kept(packed.with_tensors(*(None for _ in packed.tensors())), self.host.put(packed.tensors()), None)
 
+    def _flows(self, tensor: torch.Tensor) -> bool:
+        return self.compiled or tensor.requires_grad
+
     def _quantises(self, tensor: torch.Tensor) -> bool:
-        return self.quantiser is not None and tensor.dim() > 1 and tensor.nbytes >= self.min_bytes
+        return (
+            self.quantiser is not None
+            and tensor.dim() > 1
+            and tensor.shape[-1] >= NARROW
+            and tensor.nbytes >= self.min_bytes
+            and (tensor.grad_fn is None or tensor.output_nr not in EXACT.get(sort_of(tensor.grad_fn), ()))
+        )
 
     def _eligible(self, tensor: torch.Tensor) -> bool:
         return (  # most are small, and this is asked of all
             tensor.numel() * tensor.element_size() >= self._least
             and type(tensor) is torch.Tensor
-            and (tensor.dim() > 1 or 0 < self.offload_bytes <= tensor.nbytes)
             and tensor.dtype in _FLOATS
             and tensor.layout is torch.strided
             and tensor.nbytes <= tensor.untyped_storage().nbytes()
             and tensor.untyped_storage()._cdata not in self.leave
             and not is_weight(tensor)
+            and (0 < self.offload_bytes <= tensor.nbytes or self._quantises(tensor))
         )
 
 
@@ -197,6 +227,8 @@ _SHAPING = (
     "Slice",
     "Select",
     "Alias",
+    "Clone",
+    "Expand",
     "Squeeze",
     "Unsqueeze",
 )

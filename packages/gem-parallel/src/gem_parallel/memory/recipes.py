@@ -178,6 +178,8 @@ def folded_bias(node: Any, bias: Tensor) -> Tensor:
     return torch.addmv(bias.to(w.dtype), w, h)
 
 
+# Results, by number, that are never rounded although rows of them may be wide: LSE [Tq, H] of any number of heads.
+EXACT: dict[str, Collection[int]] = {"gem_kernels::jagged_attention": (1,)}
 FOLDED = "gem_model.projection._Folded"  # gives a weight, and the bias beside it, made of a projection's and a norm's
 LINEAR = Recipe(label="linear", again=lambda node: ())  # whose bias must be found
 RECIPES = {

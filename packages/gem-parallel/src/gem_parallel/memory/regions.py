@@ -93,6 +93,7 @@ class Regions:
             quantiser if config.quantise in ("fp8", "mx4") else None,
             min_bytes=int(config.quantise_min_kib * 1024),
             offload_bytes=int(config.offload_min_mib * (1 << 20)),
+            compiled=config.engine == "compile",
         )
         self._pass_kib = config.quantise_min_kib if config.quantise == "compiler" else None
         self._least = int(config.recompute_min_kib * 1024)
@@ -221,7 +222,7 @@ class Regions:
                 return function(*args, **kwargs)
         if not self.keeper.works:
             return function(*args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(self.keeper.pack, self.keeper.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self.keeper.pack_saved, self.keeper.unpack):
             return function(*args, **kwargs)
 
     def _compiled_for(self, name: str, function: Function, budget: float) -> Function:
@@ -242,7 +243,8 @@ class Regions:
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
         size = self.keeper.size if self.keeper.works else bytes_of
         recorder = Recorder(size=size)
-        saved = unpacked = count_saved(function, args, kwargs, module, size) if counts else 0
+        size_saved = self.keeper.size_saved if self.keeper.works else bytes_of
+        saved = unpacked = count_saved(function, args, kwargs, module, size_saved) if counts else 0
         if counts and self.keeper.works:
             unpacked = count_saved(function, args, kwargs, module)
         if counts and is_on_card(args, kwargs):

@@ -138,7 +138,7 @@ def watch(
     Returns:
         (bytes that autograd would save beside parameters and buffers, costs of what can be computed again)
     """
-    watching = _Watching(keeper, least=least, module=module, size=keeper.size if keeper.works else bytes_of)
+    watching = _Watching(keeper, least=least, module=module, size=keeper.size_saved if keeper.works else bytes_of)
     devices = sorted({t.device.index for t in plain_tensors((args, kwargs)) if t.is_cuda})
     with torch.random.fork_rng(devices):
         before()
