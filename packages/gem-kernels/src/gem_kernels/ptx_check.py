@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="where to write the digests")
     parser.add_argument("--against", type=Path, help="digests to compare with")
     parser.add_argument("--arch", type=int, default=90)
-    parser.add_argument("--match", default="", help="only the cases whose name contains this")
+    parser.add_argument("--match", default="", help="only the cases whose name has a match of this")
     parser.add_argument("--module", action="append", default=[], help="with compile_cases(); may be repeated")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     before = json.loads(options.against.read_text()) if options.against else {}
     found: dict[str, str] = {}
     for case in _cases(options.module):
-        if options.match not in case.name or options.arch not in case.arch:
+        if not re.search(options.match, case.name) or options.arch not in case.arch:
             continue
         if case.name in found:
             parser.error(f"two cases are named {case.name!r}")

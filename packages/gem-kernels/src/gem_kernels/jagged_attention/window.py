@@ -1,5 +1,5 @@
-"""Windows on Hopper: which problems the kernels of `window_kernels` take, with which configuration, and their launches.
-Nothing here waits for the device.
+"""Windows on Hopper: which problems the kernels for them take, with which configuration, and their launches. Nothing
+here waits for the device.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gem_kernels.block_attention import blocks
 from gem_kernels.jagged_attention import triton
-from gem_kernels.jagged_attention.window_ahead import ahead_kernel
 from gem_kernels.jagged_attention.window_backward import backward_kernel, statistics_kernel
-from gem_kernels.jagged_attention.window_kernels import forward_kernel, key_gradient_kernel, query_gradient_kernel
+from gem_kernels.jagged_attention.window_forward import forward_kernel
+from gem_kernels.jagged_attention.window_two_passes import key_gradient_kernel, query_gradient_kernel
 from gem_kernels.tiling import LOG2E, CompileCase, Tile, launch
 
 __all__ = ["backward", "compile_cases", "forward", "takes"]
@@ -27,9 +27,10 @@ SLOTS = 2  # of the ring
 STATISTICS = Tile(bm=64, bn=64, stages=1)
 
 
-def _place(kernel: str, dim: int) -> tuple[int, int]:
+def _place(kernel: Any, dim: int, ahead: bool) -> tuple[int, int]:
     """A kernel's programs on an SM, and registers of a thread at most."""
-    return (3, 168) if dim == 64 and kernel in ("forward_kernel", "query_gradient_kernel") else (2, 255)
+    small = dim == 64 and kernel in (forward_kernel, query_gradient_kernel) and not ahead
+    return (3, 168) if small else (2, 255)
 
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -73,7 +74,7 @@ def _launch(
     total, heads, dim = own.shape
     records = blocks.records(own_offsets, other_offsets, total, ROWS)
     tiles = records.shape[0] * heads
-    programs, registers = _place(kernel.__name__, dim)
+    programs, registers = _place(kernel, dim, constants.get("AHEAD", False))
     kernel[(min(tiles, _processors(own.device) * programs),)](
         *first, records, tiles, *last, D=dim, HEADS=heads, **constants, num_warps=4, maxnreg=registers
     )
@@ -83,8 +84,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, scale: float, left: int, right: int,
     *, ahead: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """O [Tq, H, D] and LSE [Tq, H]; the scale must be positive. `ahead`: by the kernel that makes scores a step ahead;
-    None takes it for self-attention over the past in bfloat16 of 128 columns.
+    """O [Tq, H, D] and LSE [Tq, H]; the scale must be positive. `ahead`: scores are made a step ahead; None does so for
+    self-attention over the past in bfloat16 of 128 columns.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -97,9 +98,9 @@ def forward(
         ahead = q.dtype == torch.bfloat16 and q.shape[2] == 128 and _of_the_past(q_offsets, k_offsets, right)
     with torch.cuda.device(q.device):
         _launch(
-            ahead_kernel if ahead else forward_kernel, q, q_offsets, k_offsets,
+            forward_kernel, q, q_offsets, k_offsets,
             (_descriptor(q), _descriptor(k), _descriptor(v), _descriptor(out), out, out.stride(0), lse),
-            (left, right, scale * LOG2E.value), SLOTS=SLOTS,
+            (left, right, scale * LOG2E.value), SLOTS=SLOTS, AHEAD=ahead,
         )  # fmt: skip
     return out, lse
 
@@ -157,12 +158,14 @@ def compile_cases() -> list[CompileCase]:
 
     source: Callable[..., Any] = GluonASTSource
     cases = []
-    for name, kernel in (
-        ("forward", forward_kernel), ("forward, ahead", ahead_kernel), ("dq", query_gradient_kernel),
-        ("dkv", key_gradient_kernel), ("backward", backward_kernel),
+    for name, kernel, dims in (
+        ("forward", forward_kernel, (64, 128)), ("forward, ahead", forward_kernel, (128,)),
+        ("dq", query_gradient_kernel, (64, 128)), ("dkv", key_gradient_kernel, (64, 128)),
+        ("backward", backward_kernel, (64, 128)),
     ):  # fmt: skip
-        for dim in (64, 128):
-            asked = {"SLOTS": SLOTS, "DLSE": True}
+        for dim in dims:
+            ahead = name == "forward, ahead"
+            asked = {"SLOTS": SLOTS, "DLSE": True, "AHEAD": ahead}
             constants = {"D": dim, "HEADS": 4, **{n: x for n, x in asked.items() if n in kernel.arg_names}}
             types = {}
             for argument in kernel.arg_names:
@@ -179,6 +182,6 @@ def compile_cases() -> list[CompileCase]:
                 else:
                     types[argument] = "fp32" if argument.endswith("scale") else "i32"
             divisible = tuple(a for a in types if a.endswith(("_ptr", "_row")))
-            tile = Tile(bm=ROWS, bn=ROWS, registers=_place(kernel.__name__, dim)[1])
+            tile = Tile(bm=ROWS, bn=ROWS, registers=_place(kernel, dim, ahead)[1])
             cases.append(CompileCase(f"window {name} d{dim}", kernel, types, constants, tile, divisible, (90,), source))
     return cases

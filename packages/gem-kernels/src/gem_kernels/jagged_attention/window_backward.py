@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gem_kernels.jagged_attention.window_kernels import ROWS, _ask, _barriers, _buffer, _put, _record
+from gem_kernels.jagged_attention.window_tiles import ROWS, ask, barriers, buffer, put, record
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -137,27 +137,27 @@ def backward_kernel(
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     dtype: gl.constexpr = dk_ptr.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
-    query_bufs = (_buffer(q_desc, 1, D), _buffer(do_desc, 1, D))
-    key_bufs = (_buffer(k_desc, 1, D), _buffer(v_desc, 1, D))
-    bufs = (_buffer(k_desc, 1, D), _buffer(v_desc, 1, D))  # what passes by
+    query_bufs = (buffer(q_desc, 1, D), buffer(do_desc, 1, D))
+    key_bufs = (buffer(k_desc, 1, D), buffer(v_desc, 1, D))
+    bufs = (buffer(k_desc, 1, D), buffer(v_desc, 1, D))  # what passes by
     weights = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], SHARED)  # P and dS
     query_descs = (q_desc, do_desc)
     key_descs = (k_desc, v_desc)
     descs = (q_desc, do_desc, k_desc, v_desc)
-    queries, keys, passing = _barriers(1).index(0), _barriers(1).index(0), _barriers(1).index(0)
+    queries, keys, passing = barriers(1).index(0), barriers(1).index(0), barriers(1).index(0)
     r = gl.arange(0, ROWS, gl.SliceLayout(1, SL))
     programs = gl.num_programs(0)
     first_tile = gl.program_id(0)
     step = 0  # of all tiles: the phase of `passing`
     asked = first_tile * 0  # whether this tile's first step has been asked for
     visit = 0
-    head, row, rows, place, _other, length = _record(records_ptr, first_tile, tiles, HEADS)
-    head1, row1, rows1, place1, _other1, length1 = _record(records_ptr, first_tile + programs, tiles, HEADS)
-    _ask(query_descs, query_bufs, queries, 0, row, head, rows > 0, D)
-    _ask(key_descs, key_bufs, keys, 0, row, head, rows > 0, D)
+    head, row, rows, place, _other, length = record(records_ptr, first_tile, tiles, HEADS)
+    head1, row1, rows1, place1, _other1, length1 = record(records_ptr, first_tile + programs, tiles, HEADS)
+    ask(query_descs, query_bufs, queries, 0, row, head, rows > 0, D)
+    ask(key_descs, key_bufs, keys, 0, row, head, rows > 0, D)
     for tile in range(first_tile, tiles, programs):
         # Two tiles ahead, so that nothing waits for the load.
-        head2, row2, rows2, place2, _other2, length2 = _record(records_ptr, tile + 2 * programs, tiles, HEADS)
+        head2, row2, rows2, place2, _other2, length2 = record(records_ptr, tile + 2 * programs, tiles, HEADS)
         before, after = _around(place, rows, length, left)
         before1, after1 = _around(place1, rows1, length1, left)
         n, n1 = before + after, before1 + after1
@@ -188,7 +188,7 @@ def backward_kernel(
             dv = warpgroup_mma(p_buf.permute((1, 0)), do, none, use_acc=False, is_async=True)
             dk = warpgroup_mma(ds_buf.permute((1, 0)), q, none, use_acc=False, is_async=True)
             dq, dv, dk = warpgroup_mma_wait(0, deps=(dq, dv, dk))
-            _put(dq * scale, dq_desc, dq_ptr, g_row, q, row, rows, head * D, D, AL)
+            put(dq * scale, dq_desc, dq_ptr, g_row, q, row, rows, head * D, D, AL)
 
             for i in range(before, n):
                 begin = place + (i - before + 1) * ROWS
@@ -207,11 +207,11 @@ def backward_kernel(
                 _pass_next(descs, bufs, passing, i, n, before, row, head, n1, before1, row1, head1, D)
             q, do, k, v, first, second, p_buf, ds_buf = _views(query_bufs, key_bufs, bufs, weights, visit)
             tma.store_wait(0)  # dQ has left
-            _ask(query_descs, query_bufs, queries, 0, row1, head1, rows1 > 0, D)
-            _put(dv, dv_desc, dv_ptr, g_row, v, row, rows, head * D, D, AL)
-            _put(dk * scale, dk_desc, dk_ptr, g_row, k, row, rows, head * D, D, AL)
+            ask(query_descs, query_bufs, queries, 0, row1, head1, rows1 > 0, D)
+            put(dv, dv_desc, dv_ptr, g_row, v, row, rows, head * D, D, AL)
+            put(dk * scale, dk_desc, dk_ptr, g_row, k, row, rows, head * D, D, AL)
             tma.store_wait(0)
-            _ask(key_descs, key_bufs, keys, 0, row1, head1, rows1 > 0, D)
+            ask(key_descs, key_bufs, keys, 0, row1, head1, rows1 > 0, D)
             asked = gl.where((n > 0) & (n1 > 0), 1, 0)
             step += n
             visit += 1
