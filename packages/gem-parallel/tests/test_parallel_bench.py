@@ -56,3 +56,14 @@ def test_collectives_and_the_profile_that_they_give(tmp_path):
     assert profile.tflops == 123.0
     assert profile.link("host", "all_gather").gbps == pytest.approx(0.5)
     assert profile.source.startswith("rates; python -m gem_parallel.bench comm on 2 x cpu")
+
+
+def windows(runtime):
+    """Every step, on files in the place of cards."""
+    small = ["--device", "cpu", "--mib", "1", "--width", "64", "--layers", "1", "--steps", "2"]
+    ways = [["make"], ["race"], ["gathers", "--copies", "written"], ["stack", "--reduce"]]
+    return [main(["windows", "--step", *way, *small]) for way in ways]
+
+
+def test_copy_engines_in_small_steps(tmp_path):
+    assert run_ranks(2, __file__, "windows", tmp_path) == [[0] * 4] * 2

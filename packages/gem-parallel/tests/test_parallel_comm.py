@@ -17,7 +17,7 @@ from gem_parallel.comm.payload import Fp8Payload
 from gem_parallel.comm.tables import CopyEngineTableGather
 from gem_parallel.comm.windows import Ring, _stream_value
 from gem_parallel.selfcheck import compare
-from gem_parallel.testing import UNITS, SmallModel, relative_error, run_ranks, small_batch
+from gem_parallel.testing import UNITS, FileWindow, SmallModel, pretend_cards, relative_error, run_ranks, small_batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -108,40 +108,8 @@ def test_settings_that_cannot_be():
 # --- windows, on files that all ranks map
 
 
-class FileWindow:
-    """Stands for symmetric memory: the same reads, writes and barriers, in files."""
-
-    folder = ""
-    made = 0
-
-    def __init__(self, nbytes, group, device, **options):
-        assert options.keys() <= {"kernels", "watch"}
-        ranks = dist.get_process_group_ranks(group)
-        FileWindow.made += 1
-        names = [f"{FileWindow.folder}/{'-'.join(map(str, ranks))}-{FileWindow.made}-{rank}" for rank in ranks]
-        own = names[ranks.index(dist.get_rank())]
-        self.local = torch.from_file(own, shared=True, size=nbytes, dtype=torch.uint8)
-        self.group = group
-        dist.barrier(group)
-        self._all = [torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8) for name in names]
-
-    def peer(self, rank):
-        return self._all[rank]
-
-    def barrier(self):
-        dist.barrier(self.group)
-
-
-def pretend(folder):
-    """Let this process's groups have what a host of Hopper cards has."""
-    os.makedirs(folder, exist_ok=True)
-    FileWindow.folder = str(folder)
-    apply.CudaWindow = FileWindow
-    Collectives.capabilities = lambda self, group: other(size=dist.get_world_size(group))
-
-
 def through_windows(runtime, folder, config, more):
-    pretend(folder)
+    pretend_cards(folder)
     errors, parallel = compare(runtime, config, steps=6, **more)
     return errors, parallel.why(), sum(ring.nbytes for ring in parallel.collectives.rings)
 
@@ -270,7 +238,7 @@ class BrokenWindow:
 
 
 def without_windows(runtime, folder):
-    pretend(folder)
+    pretend_cards(folder)
     apply.CudaWindow = BrokenWindow
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -310,7 +278,7 @@ def layers():
 def with_a_payload(runtime, payload, folder):
     """Parameters after 20 steps of SGD, and the bytes of an all-gather in and out."""
     if folder:
-        pretend(folder)
+        pretend_cards(folder)
     model = layers()
     mesh = init_device_mesh("cpu", (runtime.world,), mesh_dim_names=("shard",))
     fully_shard(model[2], mesh=mesh)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 from torchrec import (
@@ -22,6 +23,8 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 
+from gem_parallel.comm import apply
+from gem_parallel.comm.choice import Capabilities
 from gem_parallel.parallel import ParallelModel
 from gem_parallel.runtime import start
 from gem_parallel.shards import local_shards
@@ -341,6 +344,47 @@ def _rank(rank: int, world: int, folder: str, file: str, function: str, args: tu
     temporary = f"{folder}/.result-{rank}.pt"
     torch.save(outcome, temporary)
     os.replace(temporary, f"{folder}/result-{rank}.pt")
+
+
+class FileWindow:
+    """Stands for a window of symmetric memory (`gem_parallel.comm.windows.Window`): the same reads, writes and
+    barriers, in files that all ranks of a host map.
+    """
+
+    folder = ""
+    made = 0
+
+    def __init__(self, nbytes: int, group: Any, device: torch.device, **options: Any) -> None:
+        assert options.keys() <= {"kernels", "watch"}
+        ranks = dist.get_process_group_ranks(group)
+        FileWindow.made += 1
+        names = [f"{FileWindow.folder}/{'-'.join(map(str, ranks))}-{FileWindow.made}-{rank}" for rank in ranks]
+        own = names[ranks.index(dist.get_rank())]
+        self.local = torch.from_file(own, shared=True, size=nbytes, dtype=torch.uint8)
+        self.group = group
+        dist.barrier(group)
+        self._all = [torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8) for name in names]
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """See Window."""
+        return self._all[rank]
+
+    def barrier(self) -> None:
+        """See Window."""
+        dist.barrier(self.group)
+
+
+def pretend_cards(folder: str | Path) -> None:
+    """Let this process's groups have what a host of Hopper cards has, with files in `folder` for their memory."""
+    os.makedirs(folder, exist_ok=True)
+    FileWindow.folder = str(folder)
+    apply.CudaWindow = FileWindow  # type: ignore[misc, assignment]
+
+    def capabilities(self: apply.Collectives, group: Any) -> Capabilities:
+        size = dist.get_world_size(group)
+        return Capabilities(device="cuda", major=9, size=size, peers=True, nccl=(2, 29, 7), symmetric=True)
+
+    apply.Collectives.capabilities = capabilities  # type: ignore[method-assign]
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
