@@ -13,7 +13,7 @@ import pyarrow.csv as csv
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
-from gem_data import Collator, EventLog, SourceUnavailable, build_log, inspect, prepare
+from gem_data import Collator, EventLog, SourceUnavailable, build_log, from_table, inspect, prepare
 from gem_data.log.inspection import histogram, summary
 from gem_data.sources import kuairand, layouts, open_bandit, wheel
 from gem_data.sources.files import files
@@ -98,7 +98,41 @@ def test_bad_cells_and_lines_of_a_csv_are_rejected_one_by_one(tmp_path, monkeypa
     assert summary_.rows == 38
     assert summary_.rejected == {"missing": 1, "not finite": 1, "unparsable": 1}
     kept = [json.loads(line) for line in (tmp_path / "log" / "rejects.jsonl").read_text().splitlines()]
+    assert "_text" not in str(summary_)
     assert any(lines[35] == r["event"].get("_text") for r in kept)
+
+
+def test_what_was_refused_does_not_stand_in_the_way_of_what_is_right(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for bad in ("", ",".join(PLAIN.column_names) + "\n", "a,b\n1,2\n"):
+        (folder / "a.csv").write_text(bad)
+        with pytest.raises(ValueError, match=r"damaged|is empty|lacks a column"):
+            prepare(files(folder, plain_schema()), tmp_path / "log")
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+    csv.write_csv(PLAIN, folder / "a.csv")
+    assert prepare(files(folder, plain_schema()), tmp_path / "log").rows == len(PLAIN)
+
+
+def test_an_unfinished_build_is_not_gone_on_with_under_other_names(tmp_path, monkeypatch):
+    csv.write_csv(PLAIN, tmp_path / "a.csv")
+    monkeypatch.setattr("gem_data.build.out_of_core.Engine", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare(files(tmp_path / "a.csv", plain_schema()), tmp_path / "log")
+    two = PLAIN.column_names[:2]
+    swapped = files(tmp_path / "a.csv", plain_schema(), rename=dict(zip(two, two[::-1], strict=True)))
+    with pytest.raises(ValueError, match=r"something else \(source differ\).*restart=True \(--restart\)"):
+        prepare(swapped, tmp_path / "log")
+
+
+@pytest.mark.parametrize("build", [lambda *a: prepare(from_table(*a[:2]), a[2]), build_log])
+def test_where_no_event_is_valid_the_first_says_why(tmp_path, build):
+    late = PLAIN.set_column(PLAIN.column_names.index("time"), "time", pa.array([1_700_000_000_000] * len(PLAIN)))
+    says = r"row 0: time = 1700000000000 is out of range \(expected seconds, or a timestamp\)"
+    with pytest.raises(
+        ValueError, match=f"no valid event .* among {len(PLAIN)} rows: {len(PLAIN)} out of range; {says}"
+    ):
+        build(late, plain_schema(), tmp_path / "log")
 
 
 def test_a_folder_as_spark_writes_it(tmp_path):

@@ -142,9 +142,10 @@ def test_zipf_lengths_follow_their_law():
     found = np.bincount(lengths, minlength=65)[1:]
     assert found.sum() == len(lengths) > 10_000
     assert ((found - expected) ** 2 / expected).sum() < 103.4  # 0.1% point of chi-squared, 63 degrees
-    for wrong in ({"lengths": "zipff"}, {"exponent": -1}):
-        with pytest.raises(ValueError, match="lognormal, zipf"):
-            synthetic.SyntheticConfig(**wrong)
+    wrong = {"lengths": "zipff", "exponent": -1, "events": 0, "median_length": float("nan"), "searches": 1.5}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name} is {value!r}; expected"):
+            synthetic.SyntheticConfig(**{name: value})
 
 
 def test_drift_and_searches_are_in_the_true_probability_and_in_the_batch(tmp_path):

@@ -52,7 +52,8 @@ def build_log(
     valid = validate(table, schema)
     if len(valid.columns[TIME]) == 0:
         reasons = ", ".join(f"{n} {reason}" for reason, n in valid.counts().items()) or "the source is empty"
-        raise ValueError(f"no valid event for schema {schema.name!r} among {table.num_rows} rows: {reasons}")
+        first = "".join(f"; {sample}" for sample in reject_lines(table, valid, sample=1)[1])
+        raise ValueError(f"no valid event for schema {schema.name!r} among {table.num_rows} rows: {reasons}{first}")
     vocabularies = fit_vocabularies(valid, schema)
     for name, vocabulary in vocabularies.items():
         valid.columns[name] = vocabulary.encode(valid.columns[name])

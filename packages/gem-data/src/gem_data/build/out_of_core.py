@@ -39,6 +39,7 @@ from gem_data.log.manifest import MANIFEST
 from gem_data.prefetch import prefetched
 from gem_data.schema import TIME, Schema
 from gem_data.sources.events import Events
+from gem_data.sources.files import RAW
 
 VERSION = 1  # of what lies in the work folder
 
@@ -103,7 +104,12 @@ def prepare(
                 "vocabulary_until": vocabulary_until,
             }
             _require_plan(work, plan)
-            return _Build(events, folder, work, memory, threads, part_rows, vocabulary_until, report).run(overwrite)
+            try:
+                return _Build(events, folder, work, memory, threads, part_rows, vocabulary_until, report).run(overwrite)
+            except (ValueError, TypeError):
+                if not _begun(work):  # the source was refused: what is put right is another one
+                    shutil.rmtree(work, ignore_errors=True)
+                raise
     except Exception as error:  # DuckDB has errors of its own
         if is_full(error):
             raise OSError(
@@ -139,15 +145,19 @@ def _claimed(work: Path, restart: bool) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+def _begun(work: Path) -> bool:
+    return any((work / "chunks").glob("*.json"))
+
+
 def _require_plan(work: Path, plan: dict[str, Any]) -> None:
     path = work / "plan.json"
-    if path.is_file():
+    if path.is_file() and _begun(work):
         found = json.loads(path.read_text())
         if found != plan:
             different = ", ".join(sorted(k for k in plan if found.get(k) != plan[k]))
             raise ValueError(
                 f"{work} holds an unfinished build of something else ({different} differ); "
-                "finish it as it was, or give restart=True to throw it away"
+                "finish it as it was, or throw it away by restart=True (--restart)"
             )
         return
     write_json(path, plan)
@@ -181,7 +191,8 @@ class _Build:
             reasons = ", ".join(f"{n} {reason}" for reason, n in counts.items()) or "the source is empty"
             given = sum(c["rows"] for c in chunks)
             shutil.rmtree(self.work)
-            raise ValueError(f"no valid event for schema {self.schema.name!r} among {given} rows: {reasons}")
+            first = next((f"; {sample}" for c in chunks for sample in c["samples"]), "")
+            raise ValueError(f"no valid event for schema {self.schema.name!r} among {given} rows: {reasons}{first}")
         engine = Engine(self.work, memory=self.memory // 2, threads=self.threads)
         try:
             source = parquet(self.work / "chunks" / "*.parquet")
@@ -217,7 +228,7 @@ class _Build:
                     if found[-1]["rows"] != table.num_rows:
                         raise ValueError(
                             f"the source gave {found[-1]['rows']} rows for chunk {number} before, now "
-                            f"{table.num_rows}: it has changed; give restart=True"
+                            f"{table.num_rows}: it has changed; begin anew by restart=True (--restart)"
                         )
                 else:
                     found.append(self._chunk(folder, number, table, base))
@@ -240,7 +251,7 @@ class _Build:
         texts = folder / f"{number:06}.texts"
         if valid.texts:
             write_json(texts, {c: {str(k): t for k, t in found.items()} for c, found in valid.texts.items()})
-        known = {TIME, *(c.name for c in self.schema.columns)}
+        known = {TIME, RAW, *(c.name for c in self.schema.columns)}
         return {
             "rows": table.num_rows,
             "kept": int(good.sum()),

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from gem_data.build.validate import Validated
 from gem_data.log.manifest import REJECTS
+from gem_data.schema import TIME
 from gem_data.schema.values import REASONS
 
 
@@ -58,6 +59,7 @@ def reject_lines(
     for row, code, column in zip(valid.rejected[:sample].tolist(), valid.reasons, valid.where, strict=False):
         value = table.slice(row, 1).to_pylist()[0].get(column)
         what = f"{column} = {value!r} is {REASONS[code]}" if column else f"is a {REASONS[code]}"
+        what += " (expected seconds, or a timestamp)" if column == TIME else ""
         samples.append(f"row {row + base}: {what}")
 
     def lines() -> Iterator[str]:

@@ -70,7 +70,10 @@ def files(
                 yield transform(table) if transform else table
 
     states = [(p, p.stat()) for p in found]
-    identity = {"files": [[str(p.resolve()), s.st_size, s.st_mtime_ns] for p, s in states]}
+    identity = {
+        "files": [[str(p.resolve()), s.st_size, s.st_mtime_ns] for p, s in states],
+        "read as": [kinds, given, wanted, sorted((rename or {}).items())],
+    }
     return Events(name=name or schema.name, schema=schema, tables=tables, identity=identity, licence=licence)
 
 

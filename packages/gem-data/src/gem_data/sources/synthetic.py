@@ -60,12 +60,16 @@ class SyntheticConfig:
     exponent: float = 1.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.searches <= 1 or not 0 <= self.drift < float("inf"):
-            raise ValueError(f"searches must be a share and drift 0 or more: {self}")
-        if self.events < 1 or self.median_length < 1 or self.sigma < 0 or self.max_length < 1:
-            raise ValueError(f"events, median_length and max_length must be 1 or more and sigma 0 or more: {self}")
-        if self.lengths not in get_args(Lengths) or not 0 <= self.exponent < float("inf"):
-            raise ValueError(f"lengths must be one of {', '.join(get_args(Lengths))}, and exponent 0 or more: {self}")
+        for name in ("events", "median_length", "max_length"):
+            if not 1 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        for name in ("seed", "sigma", "drift", "exponent"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if not 0 <= self.searches <= 1:
+            raise ValueError(f"searches is {self.searches}; expected a share in [0, 1]")
+        if self.lengths not in get_args(Lengths):
+            raise ValueError(f"lengths is {self.lengths!r}; expected one of {', '.join(get_args(Lengths))}")
 
     def draw_lengths(self, rng: np.random.Generator) -> NDArray[np.int64]:
         """Events of each user, as many users as `events` takes."""
