@@ -188,8 +188,8 @@ def _consumer(
                 v_out = v.reshape([BLOCK, D])
                 v_out.store((dv * v_scale).to(dtype))
                 k_out.store((dk * k_scale).to(dtype))
+                fence_async_shared()  # for the copies out, or for those that fill the buffers anew
                 if mine >= BLOCK:
-                    fence_async_shared()
                     tma.async_copy_shared_to_global(dv_desc, [at_row, head, 0], v)
                     tma.async_copy_shared_to_global(dk_desc, [at_row, head, 0], k)
                 else:

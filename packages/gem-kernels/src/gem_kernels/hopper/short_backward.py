@@ -112,8 +112,8 @@ def _put(acc, desc, ptr, stride, stage, at_row, head, rows, D: gl.constexpr, DIM
     """
     flat = stage.reshape([BLOCK, D])
     flat.store(acc.to(ptr.dtype.element_ty))
+    fence_async_shared()  # for the copy out, or for the one that fills the buffer anew
     if rows >= BLOCK:
-        fence_async_shared()
         tma.async_copy_shared_to_global(desc, [at_row, head, 0], stage)
     else:
         put_rows(ptr, stride, flat, at_row, head * DIM, rows, D, DIM)
