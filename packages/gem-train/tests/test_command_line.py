@@ -104,6 +104,8 @@ def test_show_prints_what_config_reads(capsys, tmp_path):
         (["run", "synthetic", "--resume"], "--out DIR"),
         (["run", "--resume", "--out", "absent"], "there is no run folder absent"),
         (["run", "synthetic", "--resume", "--out", "absent"], "nothing to resume"),
+        (["run", "log", "--out", "x"], "no event log in log: it has no manifest.json; build one by `gem-train data"),
+        (["bench", "log"], "name it by --set data.path=FOLDER"),
         (["eval", "absent"], "there is no run folder absent"),
         (["report", "absent"], "there is no run folder absent"),
         (["report", "."], "is not a run folder"),

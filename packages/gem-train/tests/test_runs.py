@@ -132,6 +132,36 @@ def test_validate_refuses_what_would_not_run(text, says, tmp_path, capsys):
     assert "good.toml: valid" in said.out  # the others are checked all the same
 
 
+def test_validate_looks_up_functions_of_your_own(tmp_path, capsys):
+    file = tmp_path / "own.toml"
+    file.write_text("build = 'math:sqrt'\n[data]\nsource = 'own'\nload = 'math:floor'\n")
+    assert main(["validate", str(file)]) == 0
+    assert "valid as far as can be seen; recipe custom, with floor and sqrt of your own" in capsys.readouterr().out
+    file.write_text("[data]\nsource = 'own'\nload = 'math:flor'\n")
+    assert main(["validate", str(file)]) == 2
+    assert "'math:flor' cannot be loaded" in capsys.readouterr().err
+
+
+def test_tables_that_go_to_a_file_are_whole(capsys, monkeypatch):
+    from gem_train.table import console, slice_table
+
+    part = {
+        "value": "a rather long name of a value",
+        "samples": 123456,
+        "users": 7890,
+        "tasks": {"conversion": FIGURES},
+    }
+    monkeypatch.setenv("COLUMNS", "60")
+    console().print(slice_table("column", [part]))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "buy" in line]
+    for text in ("a rather long name of a value", "123,456", "0.9123 to 0.9345", "0.7654", "1.0203"):
+        assert text in line
+
+
+FIGURES = {"samples": 123456, "base_rate": 0.1234, "ne": 0.9234, "ne_low": 0.9123, "ne_high": 0.9345, "auc": 0.7654,
+           "calibration": 1.0203}  # fmt: skip
+
+
 def test_a_folder_that_is_not_there_is_a_mistake(tmp_path, capsys):
     assert main(["ls", str(tmp_path / "absent")]) == 2
     assert "there is no folder" in capsys.readouterr().err

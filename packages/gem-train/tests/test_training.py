@@ -20,7 +20,7 @@ import torch
 from gem_train import metrics, signals
 from gem_train.cli import main
 from gem_train.config import RunConfig, from_toml, to_toml
-from gem_train.errors import NonFiniteError
+from gem_train.errors import NonFiniteError, UserError
 from gem_train.events import read
 from gem_train.run_dir import RunDir
 from gem_train.testing import assembled, tiny_config
@@ -404,6 +404,30 @@ def test_settings_that_the_packages_refuse_are_one_line(assignments, says, run_c
     error = capsys.readouterr().err
     assert says in error
     assert "Traceback" not in error
+    assert not (tmp_path / "run").exists()  # the right command finds the name free
+
+
+@pytest.mark.parametrize("error", [UserError("a setting"), KeyboardInterrupt()])
+def test_a_run_that_came_to_no_step_leaves_what_it_did_not_make(error, run_cli, tmp_path, monkeypatch, capsys):
+    def assemble(config, runtime, run, **_):
+        (run.path / "log.txt").write_text("of another program")
+        raise error
+
+    monkeypatch.setattr("gem_train.run.assemble", assemble)
+    assert run_cli(tmp_path / "run") == (2 if isinstance(error, UserError) else 130)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["log.txt"]
+
+
+def test_a_run_that_cannot_be_resumed_is_kept(run_cli, finished_run, tmp_path, monkeypatch, capsys):
+    def assemble(*_, **__):
+        raise UserError("the data is gone")
+
+    out = tmp_path / "run"
+    shutil.copytree(finished_run, out)
+    before = sorted(p.name for p in out.iterdir())
+    monkeypatch.setattr("gem_train.run.assemble", assemble)
+    assert run_cli(out, resume=True) == 2
+    assert sorted(p.name for p in out.iterdir()) == before
 
 
 def test_a_run_can_start_from_a_log_that_exists(cache, tmp_path):

@@ -76,16 +76,17 @@ def execute(
         _on_main(runtime, lambda: run.start(config, resume=resume))
         events = Events(run.path if runtime.is_main else None)
         with Progress(enabled=runtime.is_main) as progress, contextlib.closing(events):
-            data, trainer = assemble(config, runtime, run, events=events, progress=progress, build=build)
-            _on_main(runtime, lambda: _check_data(run, data, resume=resume))
-            if resume:
-                step = trainer.resume()
-                _on_main(runtime, lambda: truncate(run.metrics_file, step))
-                progress.note(f"resumed at step {step} of {trainer.total}")
-            if config.train.sinks:  # on rank 0 alone, but all hear of what is wrong
-                _on_main(runtime, lambda: setattr(events, "sinks", sinks.make(config.train.sinks, run, config)))
-            if runtime.is_main:
-                write_json(run.model_file, describe(trainer))
+            with _begun(runtime, run, resume=resume):
+                data, trainer = assemble(config, runtime, run, events=events, progress=progress, build=build)
+                _on_main(runtime, lambda: _check_data(run, data, resume=resume))
+                if resume:
+                    step = trainer.resume()
+                    _on_main(runtime, lambda: truncate(run.metrics_file, step))
+                    progress.note(f"resumed at step {step} of {trainer.total}")
+                if config.train.sinks:  # on rank 0 alone, but all hear of what is wrong
+                    _on_main(runtime, lambda: setattr(events, "sinks", sinks.make(config.train.sinks, run, config)))
+                if runtime.is_main:
+                    write_json(run.model_file, describe(trainer))
             events.message("start", step=trainer.position.step, total=trainer.total, world=runtime.world)
             progress.note(_opening(trainer, data))
             progress.start(trainer.position.step, trainer.total)
@@ -250,6 +251,17 @@ def _on_main(runtime: Runtime, work: Callable[[], Any]) -> None:
     error = runtime.gather(error, "rank 0's run folder")[0]
     if error is not None:
         raise UserError(error)
+
+
+@contextlib.contextmanager
+def _begun(runtime: Runtime, run: RunDir, *, resume: bool) -> Iterator[None]:
+    """A run that is refused or left before its first step leaves no folder: the command that is right finds it free."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        if runtime.is_main and not resume:
+            run.forget()
+        raise
 
 
 @contextlib.contextmanager

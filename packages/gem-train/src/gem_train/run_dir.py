@@ -14,6 +14,7 @@ report.html        all of it on one page
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -83,6 +84,20 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.config_file, to_toml(config))
         write_json(self.env_file, environment())
+
+    def forget(self) -> None:
+        """Undo `start` for a run that came to no step; what others have put into the folder stays."""
+        for file in (
+            self.config_file,
+            self.env_file,
+            self.data_file,
+            self.model_file,
+            self.plan_file,
+            self.events_file,
+        ):
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty
+            self.path.rmdir()
 
     def read_config(self) -> RunConfig:
         """The resolved configuration of the run."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+
+WIDE = 200  # columns of a table that goes to a file or a pipe
 
 NAMES = {
     "model": "GEM",
@@ -13,6 +17,11 @@ NAMES = {
     "logistic": "logistic regression",
 }
 COLUMNS = (("ne", "NE"), ("auc", "AUC"), ("gauc", "GAUC"), ("calibration", "calibration"), ("log_loss", "log loss"))
+
+
+def console() -> Console:
+    """Standard output. Where it is no terminal, whose width is the measure, a table is as wide as its figures are."""
+    return Console(width=None if sys.stdout.isatty() else WIDE)
 
 
 def rows(results: dict[str, Any]) -> list[tuple[str, str, dict[str, float | None]]]:
@@ -36,7 +45,7 @@ def results_table(results: dict[str, Any]) -> Table:
     table.add_column("task")
     table.add_column("predictor")
     for _, heading in COLUMNS:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")  # no figure is cut short
     before = None
     for task, name, figures in rows(results):
         if before not in (None, task):
@@ -51,7 +60,8 @@ def slice_table(name: str, parts: list[dict[str, Any]]) -> Table:
     """NE by the values of a column, for the terminal."""
     table = Table(title=f"by {name}; NE against the slice's own base rate", title_justify="left")
     for heading in ("task", "value", "samples", "users", "base rate", "NE", "95% interval", "AUC", "calibration"):
-        table.add_column(heading, justify="left" if heading in ("task", "value") else "right")
+        left = heading in ("task", "value")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
     for task in dict.fromkeys(task for part in parts for task in part["tasks"]):
         for i, part in enumerate(p for p in parts if task in p["tasks"]):
             f = part["tasks"][task]

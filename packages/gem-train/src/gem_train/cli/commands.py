@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.resume = arguments.resume or (restarted and RunDir(arguments.out).config_file.exists())
     if arguments.resume and not (arguments.recipe or arguments.config):
         config = override(RunDir.open(arguments.out).read_config(), arguments.set)
+        log_exists(config)
     else:
         config = _config(arguments)
     if arguments.out and os.environ.get("RANK", "0") == "0":  # before torch takes its seconds to load
@@ -44,6 +45,7 @@ def eval(arguments: argparse.Namespace) -> int:
     from gem_train.run_dir import RunDir
 
     folder = RunDir.open(arguments.run)
+    log_exists(folder.read_config())
     from gem_train.run import reevaluate
 
     _finish(reevaluate(folder, by=arguments.by), by=arguments.by)
@@ -83,7 +85,7 @@ def show(arguments: argparse.Namespace) -> int:
         if arguments.set or arguments.config:
             raise UserError(f"{named} is a run folder, which --set and --config do not change")
         return runs.show(named)
-    print(to_toml(_config(arguments)), end="")
+    print(to_toml(_config(arguments, data=False)), end="")
     return 0
 
 
@@ -101,6 +103,7 @@ def export(arguments: argparse.Namespace) -> int:
     folder, out = RunDir.open(arguments.run), Path(arguments.out)
     if out.exists():  # before torch takes its seconds to load
         raise UserError(f"{out} exists already; name another folder for the export")
+    log_exists(folder.read_config())
     from gem_train.run import export
 
     manifest = export(folder, out, rows_as=arguments.rows)
@@ -120,9 +123,10 @@ def export(arguments: argparse.Namespace) -> int:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Train GEM and the baselines."""
+    config = _config(arguments)
     from gem_train.cli.compare import compare
 
-    return compare(_config(arguments), arguments)
+    return compare(config, arguments)
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -141,9 +145,10 @@ def validate(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Choose a layout; 1 if none fits."""
+    config = _config(arguments)
     from gem_train.cli.plan import plan
 
-    return plan(_config(arguments), arguments)
+    return plan(config, arguments)
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -155,9 +160,10 @@ def bench(arguments: argparse.Namespace) -> int:
 
 def ladder(arguments: argparse.Namespace) -> int:
     """Measure the techniques one by one."""
+    config = _config(arguments)
     from gem_train.cli.measure import ladder
 
-    return ladder(_config(arguments), arguments)
+    return ladder(config, arguments)
 
 
 def data(arguments: argparse.Namespace) -> int:
@@ -177,27 +183,38 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 0 if findings["healthy"] else 1
 
 
-def _config(arguments: argparse.Namespace) -> RunConfig:
-    """The recipe or file that was named, with the overrides applied."""
+def log_exists(config: RunConfig) -> None:
+    """Refuse a log that is not there, before torch takes its seconds to load."""
+    path = config.data.path
+    if config.data.source == "log" and not (Path(str(path)) / "manifest.json").is_file():
+        raise UserError(
+            f"data.path: no event log in {path}: it has no manifest.json; build one by `gem-train data prepare` and "
+            f"name it by --set data.path=FOLDER"
+        )
+
+
+def _config(arguments: argparse.Namespace, *, data: bool = True) -> RunConfig:
+    """The recipe or file that was named, with the overrides applied; with `data`, its log has to be there."""
     if bool(arguments.recipe) == bool(arguments.config):
         raise UserError("name either a RECIPE (see `gem-train recipes`) or a --config FILE")
     base = from_toml(RunConfig, Path(arguments.config)) if arguments.config else registry.load(arguments.recipe)
-    return override(base, arguments.set)
+    config = override(base, arguments.set)
+    if data:
+        log_exists(config)
+    return config
 
 
 def _finish(outcome: Outcome, *, by: Sequence[str] = ()) -> None:
     """Print the table and write the report, on the rank that has the results."""
     if outcome.results is None:
         return
-    from rich.console import Console
-
     from gem_train.report import write_report
-    from gem_train.table import results_table, slice_table
+    from gem_train.table import console, results_table, slice_table
 
-    console = Console()
-    console.print(results_table(outcome.results))
+    out = console()
+    out.print(results_table(outcome.results))
     for name in by:
-        console.print(slice_table(name, outcome.results["slices"][name]))
+        out.print(slice_table(name, outcome.results["slices"][name]))
     for note in outcome.results["notes"]:
-        console.print(f"note: {note}", style="bold yellow", markup=False, soft_wrap=True)
-    console.print(f"report: {write_report(outcome.run)}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"note: {note}", style="bold yellow", markup=False, soft_wrap=True)
+    out.print(f"report: {write_report(outcome.run)}", markup=False, highlight=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from gem_train.compare import NAMES, compete, contenders, plot, results
 from gem_train.config import RunConfig
 from gem_train.events import finite
 from gem_train.run_dir import new_path, write_json
-from gem_train.table import cell
+from gem_train.table import cell, console
 
 COLUMNS = (("ne", "NE"), ("auc", "AUC"), ("gauc", "GAUC"))
 
@@ -35,7 +35,6 @@ def compare(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _print(found: dict[str, Any], out: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     level = f"{found['level']:.0%}"
@@ -43,7 +42,7 @@ def _print(found: dict[str, Any], out: Path) -> None:
         title=f"test figures, mean of the seeds; differences to GEM with {level} intervals", title_justify="left"
     )
     for heading in ("task", "model", "seeds", *(h for _, h in COLUMNS), "NE - GEM's", "AUC - GEM's"):
-        table.add_column(heading, justify="left" if heading in ("task", "model") else "right")
+        table.add_column(heading, justify="left" if heading in ("task", "model") else "right", overflow="fold")
     for task, of_task in found["tasks"].items():
         ranked = sorted(of_task["models"].items(), key=lambda x: x[1]["figures"]["ne"])
         for i, (name, model) in enumerate(ranked):
@@ -52,11 +51,11 @@ def _print(found: dict[str, Any], out: Path) -> None:
             style = "bold" if name == "gem" else None
             table.add_row(task if i == 0 else "", name, str(model["seeds"]), *values, *gaps, style=style)
         table.add_section()
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(table)
+    out_ = console()
+    out_.print(table)
     for note in found["notes"]:
-        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"written: {out / 'compare.json'}, compare.svg", markup=False, highlight=False, soft_wrap=True)
+        out_.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+    out_.print(f"written: {out / 'compare.json'}, compare.svg", markup=False, highlight=False, soft_wrap=True)
 
 
 def _gap(d: dict[str, float] | None) -> str:

@@ -9,7 +9,7 @@ from gem_train.comparison import compare, verdict
 from gem_train.errors import user_errors
 from gem_train.events import finite
 from gem_train.run_dir import RunDir
-from gem_train.table import COLUMNS, cell
+from gem_train.table import COLUMNS, cell, console
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -25,13 +25,12 @@ def diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(finite(found), indent=2))
         return 0
-    from rich.console import Console
     from rich.table import Table
 
     title = f"A {found['a']}, B {found['b']}: {found['samples']} shared test samples, {found['draws']} draws of users"
     table = Table(title=title, title_justify="left")
     for heading in ("task", "", "A", "B", "B - A", f"{found['level']:.0%} interval", "p"):
-        table.add_column(heading, justify="left" if heading in ("task", "") else "right")
+        table.add_column(heading, justify="left" if heading in ("task", "") else "right", overflow="fold")
     for task, of_task in found["tasks"].items():
         for i, (key, heading) in enumerate(COLUMNS):
             m = of_task["metrics"][key]
@@ -39,10 +38,10 @@ def diff(arguments: argparse.Namespace) -> int:
             values = (cell(m["a"]), cell(m["b"]), f"{m['difference']:+.5f}", interval, cell(m["p"]))
             table.add_row(task if i == 0 else "", heading, *values)
         table.add_section()
-    console = Console()
-    console.print(table)
+    out = console()
+    out.print(table)
     for task, of_task in found["tasks"].items():
-        console.print(verdict(task, of_task, found["level"]), markup=False, highlight=False, soft_wrap=True)
+        out.print(verdict(task, of_task, found["level"]), markup=False, highlight=False, soft_wrap=True)
     for note in found["notes"]:
-        console.print(f"note: {note}", style="bold yellow", markup=False, soft_wrap=True)
+        out.print(f"note: {note}", style="bold yellow", markup=False, soft_wrap=True)
     return 0

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from gem_train import runs
 from gem_train.config import RunConfig, from_toml
+from gem_train.config.named import function
 from gem_train.errors import UserError, user_errors
 from gem_train.events import finite
 from gem_train.run_dir import RunDir, read_json
-from gem_train.table import cell
+from gem_train.table import cell, console, results_table
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -43,10 +44,6 @@ def ls(arguments: argparse.Namespace) -> int:
 
 def show(folder: str) -> int:
     """What one run is, how far it came and what it found."""
-    from rich.console import Console
-
-    from gem_train.table import results_table
-
     run = RunDir.open(folder)
     s = runs.summarize(run)
     changed = runs.changed_settings(run)
@@ -75,7 +72,7 @@ def show(folder: str) -> int:
     lines.append(f"files      {', '.join(there)}")
     print("\n".join(lines))
     if run.eval_file.exists():
-        Console().print(results_table(read_json(run.eval_file)))
+        console().print(results_table(read_json(run.eval_file)))
     return 0
 
 
@@ -87,14 +84,16 @@ def validate(arguments: argparse.Namespace) -> int:
             print(f"{file}: {check(from_toml(RunConfig, Path(file)))}")
         except UserError as error:
             good = False
-            print(f"gem-train: error: {file}: {error}", file=sys.stderr)
+            named = "" if file in str(error) else f"{file}: "
+            print(f"gem-train: error: {named}{error}", file=sys.stderr)
     return 0 if good else 2
 
 
 def check(config: RunConfig) -> str:
     """Put the configured model together without memory for its weights; says what it is.
 
-    The source's schema is known without its data but for a log, which is opened.
+    The source's schema is known without its data, but for a log, which is opened, and a source of your own
+    (`data.load`), whose model is left out, as one of your own (`build`) is: their functions are looked up.
 
     Raises UserError for what would stop a run before its first step.
     """
@@ -106,6 +105,12 @@ def check(config: RunConfig) -> str:
     from gem_train.assemble import lowprec_recipe
     from gem_train.inputs import model_inputs
 
+    with user_errors("config"):
+        own = [function(name).__qualname__ for name in (config.data.load, config.build) if name is not None]
+    with user_errors("lowprec"):
+        lowprec_recipe(config)
+    if own:
+        return f"valid as far as can be seen; recipe {config.recipe}, with {' and '.join(own)} of your own"
     with user_errors("data"):
         if config.data.source == "log":
             assert config.data.path is not None
@@ -117,8 +122,6 @@ def check(config: RunConfig) -> str:
         inputs = model_inputs(schema, config.inputs, max_history=config.data.max_history)
     with user_errors("model"):
         model = GEM(config.model, inputs, device="meta")
-    with user_errors("lowprec"):
-        lowprec_recipe(config)
     role = roles(model)
     dense = sum(p.numel() for name, p in model.named_parameters() if role[name] == "dense")
     return f"valid; recipe {config.recipe}, {config.data.source} data, {dense:,} dense parameters"
