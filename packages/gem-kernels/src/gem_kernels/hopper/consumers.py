@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem_kernels.hopper.exchange import unpack
+from gem_kernels.hopper.halves import step_in_halves
 from gem_kernels.hopper.once import one_step
 from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, apart, steps_of
 from gem_kernels.hopper.softmax import load_bias, partial, weights
@@ -230,7 +231,7 @@ def _range(first, rows, k_len, lo, shorts, wholes, window, BN: gl.constexpr, LEF
 def _steps(
     block, acc, m, total, scale, step, steps, before, window, buffers, barriers, bias_at, SHORT: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, ACT: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr, BIAS: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr, BIAS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """All steps of one block: the short ones first, those that its rows see nothing of passed over."""
     slot, first, mine = block
@@ -252,22 +253,34 @@ def _steps(
         k = k_buf.index(s)._reinterpret(dtype, [BLOCK, 1, D], SHORT).reshape([BLOCK, D])
         v = v_buf.index(s)._reinterpret(dtype, [BLOCK, 1, D], SHORT).reshape([BLOCK, D])
         settle = False if MASKED else (i == 0) & has_before
-        acc, m, total = _step(
-            q, k, v, acc, m, total, scale, step + i, (before_empty, settle),
-            lo + wholes * BN + (shorts - 1 - i) * BLOCK, first, k_len, window, barriers, bias_at,
-            DIM, BLOCK, KS, OL, ACT, True, LEFT, RIGHT, LEAN, BIAS,
-        )  # fmt: skip
+        if HALVES:
+            acc, m, total = step_in_halves(
+                q, k, v, acc, m, total, scale, step + i, (before_empty, settle),
+                wholes * BN + (shorts - 1 - i) * BLOCK, k_len, barriers, BLOCK, KS, OL, ACT, True, LEAN,
+            )  # fmt: skip
+        else:
+            acc, m, total = _step(
+                q, k, v, acc, m, total, scale, step + i, (before_empty, settle),
+                lo + wholes * BN + (shorts - 1 - i) * BLOCK, first, k_len, window, barriers, bias_at,
+                DIM, BLOCK, KS, OL, ACT, True, LEFT, RIGHT, LEAN, BIAS,
+            )  # fmt: skip
     if MASKED:
         _pass(step + shorts, begin, barriers, KS, LEAN)
     q = q_buf.index(apart(slot)).reshape([BLOCK, D])
     for i in range(begin, end):
         s = (step + shorts + i) % KS
         settle = False if MASKED else (i == 0) & (shorts == 0) & has_before
-        acc, m, total = _step(
-            q, k_buf.index(s).reshape([BN, D]), v_buf.index(s).reshape([BN, D]), acc, m, total, scale,
-            step + shorts + i, (before_empty, settle), lo + (wholes - 1 - i) * BN, first,
-            k_len, window, barriers, bias_at, DIM, BN, KS, OL, ACT, MASKED, LEFT, RIGHT, LEAN, BIAS,
-        )  # fmt: skip
+        if HALVES:
+            acc, m, total = step_in_halves(
+                q, k_buf.index(s).reshape([BN, D]), v_buf.index(s).reshape([BN, D]), acc, m, total, scale,
+                step + shorts + i, (before_empty, settle), 0, k_len, barriers, BN, KS, OL, ACT, False, LEAN,
+            )  # fmt: skip
+        else:
+            acc, m, total = _step(
+                q, k_buf.index(s).reshape([BN, D]), v_buf.index(s).reshape([BN, D]), acc, m, total, scale,
+                step + shorts + i, (before_empty, settle), lo + (wholes - 1 - i) * BN, first,
+                k_len, window, barriers, bias_at, DIM, BN, KS, OL, ACT, MASKED, LEFT, RIGHT, LEAN, BIAS,
+            )  # fmt: skip
     if MASKED:
         _pass(step + shorts + end, wholes - end, barriers, KS, LEAN)
     return acc, m, total
@@ -279,6 +292,7 @@ def consume(
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr,
     TURNS: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr,
     ONCE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEAR: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile: the first consumer the first, and so on. SHORT: the layout of a short step of K and V.
 
@@ -331,6 +345,7 @@ def consume(
                     acc, m, total = _steps(
                         (slot, first, mine), acc, m, total, scale, step, (lo, shorts, wholes, k_len), settle, window,
                         buffers, barriers, bias_at, SHORT, BN, D, DIM, KS, OL, ACT, LEFT, RIGHT, LEAN, BIAS,
+                        HALVES,
                     )  # fmt: skip
                 _finish(
                     acc, m, total, out, q_buf.index(slot), out_row, mine, head, D, DIM, OL, ACT, MASKED or BIAS > 0,

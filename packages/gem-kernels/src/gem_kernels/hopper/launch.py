@@ -37,6 +37,8 @@ class ForwardConfig:
     once: a block has one step (`once`): for at most `step` keys a sequence, without masks and biases.
     near: addresses of stores are made where they are used (`consumers`).
     late: a program takes its next tile later (`loaders`).
+    halves: weights of half a whole step are made under the product of the other half's (`halves`); not with masks,
+    biases, or head dimensions of two products.
     """
 
     consumers: int
@@ -47,6 +49,7 @@ class ForwardConfig:
     once: bool = False
     near: bool = False
     late: bool = False
+    halves: bool = False
 
     @property
     def shape(self) -> TileShape:
@@ -55,7 +58,9 @@ class ForwardConfig:
 
     def fits(self, max_k: int, *, masked: bool = False, bias: bool = False) -> bool:
         """Whether this configuration can do sequences of up to `max_k` keys."""
-        return not self.once or (max_k <= self.step and not masked and not bias)
+        return not (self.once or self.halves) or (
+            not masked and not bias and (max_k <= self.step or not self.once)
+        )  # fmt: skip
 
     def constants(
         self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False,
@@ -66,7 +71,7 @@ class ForwardConfig:
             "BN": self.step, "D": padded(dim), "DIM": dim, "NC": self.consumers, "KS": self.stages,
             "QS": 2, "TURNS": self.turns, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared,
             "REGS": 160, "LOADER_REGS": 32, "LEAN": self.lean, "ONCE": self.once,
-            "BIAS": bias, "RESIDUAL": residual, "NEAR": self.near, "LATE": self.late,
+            "BIAS": bias, "RESIDUAL": residual, "NEAR": self.near, "LATE": self.late, "HALVES": self.halves,
         }  # fmt: skip
 
 
@@ -76,6 +81,20 @@ FORWARD = {
     "3x64": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True),
     "3x64-once": ForwardConfig(consumers=3, step=64, stages=4, turns=True, once=True),
 }
+
+# Compiled, and right in the simulator; nobody chooses them until a card has shown them right and faster.
+TRIALS = {
+    "3x128-near": ForwardConfig(consumers=3, step=128, stages=2, near=True),
+    "3x128-near-late": ForwardConfig(consumers=3, step=128, stages=2, near=True, late=True),
+    "3x128-halves": ForwardConfig(consumers=3, step=128, stages=2, near=True, late=True, halves=True),
+    "3x128-halves-turns": ForwardConfig(
+        consumers=3, step=128, stages=2, near=True, late=True, halves=True, turns=True
+    ),
+    "3x64-near-late": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True, near=True, late=True),
+    "3x64-halves": ForwardConfig(
+        consumers=3, step=64, stages=4, turns=True, lean=True, near=True, late=True, halves=True
+    ),
+}  # fmt: skip
 
 
 def choose_forward(
