@@ -9,7 +9,7 @@
     scaling       the preset alone and together, rung by rung: tools/scaling_cards.py
 
 Each prints as it goes and writes its own JSON. One that fails is said and passed over; one that lasts longer than
-`--limit` seconds ends the run, since ranks that hang cannot be called back.
+`--limit` seconds ends the run, since ranks that hang cannot be called back (in the scaling, one row).
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def main() -> int:
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--parts", nargs="+", default=["layouts", "collectives"], help="of comm")
     parser.add_argument("--rows", nargs="+", default=[], help="of the scaling")
+    parser.add_argument("--seconds", default="240", help="of the scaling; rows that do not fit are dropped")
+    parser.add_argument("--row-seconds", default="60", help="a row of the scaling that lasts longer ends the run")
+    parser.add_argument("--resume", action="store_true", help="go on behind the rows of the scaling that are kept")
     parser.add_argument("--batch", type=int, default=256, help="of a card and part, in the scaling")
     parser.add_argument("--step-parts", nargs="+", default=["1", "4"], help="parts of a step, in the scaling")
     parser.add_argument("--budgets", nargs="+", default=["0.25", "0.5"])
@@ -49,7 +52,8 @@ def main() -> int:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     began, failed = time.perf_counter(), []
     for stage in args.stages:
-        faulthandler.dump_traceback_later(args.limit, exit=True)
+        if stage != "scaling":
+            faulthandler.dump_traceback_later(args.limit, exit=True)
         try:
             status = RUN[stage](args, rank, world)
         except Exception:
@@ -83,7 +87,7 @@ def comm(args: argparse.Namespace, rank: int, world: int) -> int:
     """All ranks together."""
     small = ["--mib", "1", "8", "--repeats", "2"] if args.rehearse else []
     call = ["comm", "--device", device(args), "--parts", *args.parts, "--steps", "5", "--ctas", "2", "8"]
-    files = ["--out", str(args.out / "comm.json"), "--profile", str(args.out / "profile.json")]
+    files = ["--out", str(args.out / f"comm-{world}.json"), "--profile", str(args.out / f"profile-{world}.json")]
     return command(bench.main, BENCH, [*call, *small, *files])
 
 
@@ -92,17 +96,12 @@ def scaling(args: argparse.Namespace, rank: int, world: int) -> int:
     import scaling_cards
 
     model = ["--model", "tiny", "--batch", "8"] if args.rehearse else ["--batch", str(args.batch)]
-    call = [
-        "--device",
-        device(args),
-        *model,
-        "--parts",
-        *args.step_parts,
-        "--out",
-        str(args.out / f"scaling-{world}.json"),
-    ]
-    profile = args.out / "profile.json"
-    call += ["--profile", str(profile)] if profile.exists() else []
+    times = ["--seconds", args.seconds, "--row-seconds", args.row_seconds, *(["--resume"] if args.resume else [])]
+    files = ["--out", str(args.out / f"scaling-{world}.json"), "--keep-alone", str(args.out / "alone")]
+    (args.out / "alone").mkdir(parents=True, exist_ok=True)
+    profile = args.out / f"profile-{world}.json"
+    files += ["--profile", str(profile)] if profile.exists() else []
+    call = ["--device", device(args), *model, "--parts", *args.step_parts, *times, *files]
     rows = ["--rows", *args.rows] if args.rows else []
     return command(lambda _: scaling_cards.main(), "scaling_cards.py", [*call, *rows])
 

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,7 @@ from gem_model.replay_sharded import ShardedReplay
 from gem_model.roles import roles
 from gem_model.testing import RandomBatch, random_batch
 from gem_parallel import (
-    CommConfig,
     ModelSpec,
-    ParallelConfig,
     ParallelModel,
     RowWiseAdagrad,
     Runtime,
@@ -36,59 +34,11 @@ from gem_parallel import (
 )
 from gem_parallel.comm.payload import Fp8Payload
 from gem_train.planning import describe
+from scaling_rows import Row
 
 WARM_UP, STEPS = 2, 3
 RANKS = 8  # whose samples are drawn, at least
-SM_FREE = CommConfig(all_gather="auto")
-ONE_D = ParallelConfig(table_sharding="row_wise", prefetch=2)
-PLAIN = replace(ONE_D, prefetch=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What is trained together; every rung of the ladder adds to the one before."""
-
-    name: str
-    config: ParallelConfig
-    payload: bool = False
-    balanced: bool = True
-    strong: bool = False
-    graphs: bool = True
-    parts: int = 0  # as many as are asked for first
-
-    @property
-    def replayed(self) -> bool:
-        """Whether graphs run the layers."""
-        return self.graphs and self.config.experts == 1
-
-
-def table(world: int, parts: list[int]) -> list[Row]:
-    """The rows of a world of this size, and for further numbers of parts the fastest."""
-    fast = replace(ONE_D, comm=SM_FREE)
-    small = replace(fast, table_exchange="bf16")
-    rows = [
-        Row(name="plain, no graphs", config=PLAIN, balanced=False, graphs=False),
-        Row(name="plain", config=PLAIN, balanced=False),
-        Row(name="+ prefetch", config=ONE_D, balanced=False),
-        Row(name="+ SM-free", config=fast, balanced=False),
-        Row(name="+ quantised", config=small, payload=True, balanced=False),
-        Row(name="+ balanced", config=small, payload=True),
-        Row(name="balanced, SMs", config=ONE_D),
-        *(Row(name=f"balanced, SMs, {n} parts", config=ONE_D, parts=n) for n in parts[1:]),
-        Row(name="strong, 1-D", config=fast, strong=True),
-        Row(name="strong, 1-D, SMs", config=ONE_D, strong=True),
-        Row(name="2-D FSDP", config=replace(fast, shard_group=world // 2)),
-        Row(name="tables v2", config=replace(fast, table_strategy="v2", table_copies=world)),
-        Row(name="tables v3", config=replace(fast, table_strategy="v3", table_copies=world)),
-        Row(name="tables v3, SMs", config=replace(ONE_D, table_strategy="v3", table_copies=world)),
-        Row(name="2-D FSDP, EP", config=replace(fast, experts=2, shard_group=max(2, world // 2))),
-    ]
-    if world >= 4:
-        rows += [
-            Row(name=f"tables {v}, 2 copies", config=replace(fast, table_copies=2, table_strategy=v))
-            for v in ("v2", "v3")
-        ]
-    return rows
+Tell = Callable[[str], None]
 
 
 class Bench:
@@ -198,13 +148,16 @@ class Timing:
     norm: float
 
 
-def timed(parallel: ParallelModel, optimizer: Any, batches: list[RandomBatch], runtime: Runtime) -> Timing:
-    """The first step captures what is to be replayed."""
+def timed(
+    parallel: ParallelModel, optimizer: Any, batches: list[RandomBatch], runtime: Runtime, tell: Tell = lambda _: None
+) -> Timing:
+    """The first step captures what is to be replayed; `tell` hears how far it has come."""
     device = runtime.device
     loss = norm = 0.0
     for phase, value in step(parallel, optimizer, batches, device):
         loss += float(value) if phase == "forward" else 0.0
         norm = float(value)
+        tell(f"first step, {phase}")
     for _ in range(WARM_UP - 1):
         list(step(parallel, optimizer, batches, device))
     began, phases = now(device), {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
@@ -213,6 +166,7 @@ def timed(parallel: ParallelModel, optimizer: Any, batches: list[RandomBatch], r
         phases[phase] += (ended - began) * 1e3
         began = ended
     runtime.barrier("the other ranks' warm-up")
+    tell("warm")
     began = now(device)
     for _ in range(STEPS):
         list(step(parallel, optimizer, batches, device))
@@ -247,17 +201,21 @@ class Alone:
 
     ms: dict[tuple[int, int], float]  # of a step, by experts and parts
     rows: list[dict[str, float]]  # a part of each of several sizes, on the first card
-    spec: ModelSpec | None  # the planner's view of the first card's samples
+    specs: dict[int, ModelSpec]  # the planner's view of the first card's samples, by experts
 
 
 def alone(bench: Bench, rank: int, experts: list[int], shares: list[int]) -> Alone:
-    """In a process that has one card, on the samples of `rank`."""
-    ms, rows, spec = {}, [], None
+    """In a process that has one card, on the samples of `rank`.
+
+    Ensembles are launched kernel by kernel, as they are where their experts lie on several cards.
+    """
+    ms, rows, specs = {}, [], {}
     args = bench.args
     with start(args.device) as runtime:
+        precision = "bf16" if runtime.device.type == "cuda" else "fp32"
         for count in experts:
             clear(runtime.device)
-            row = Row(name="alone", config=PLAIN, graphs=not args.launched)
+            row = Row(name="alone", graphs=not args.launched and count == 1)
             parallel, optimizer = bench.make(row, runtime, count)
             for parts in args.parts if count == 1 else args.parts[:1]:
                 batches = bench.batches(bench.deal(args.batch, parts, False), rank, runtime.device)
@@ -268,15 +226,52 @@ def alone(bench: Bench, rank: int, experts: list[int], shares: list[int]) -> Alo
                 found = timed(parallel, optimizer, batches, runtime)
                 passes = {"forward_ms": found.forward_ms, "backward_ms": found.backward_ms}
                 rows.append({"batch": share, "ms": found.ms, **passes})
-            if rank == 0 and count == 1:
+            if rank == 0:
                 whole = bench.batches(bench.deal(args.batch, 1, False), 0, torch.device("cpu"))[0]
-                precision = "bf16" if runtime.device.type == "cuda" else "fp32"
-                spec = describe(
-                    args.model, bench.shape(1), bench.inputs, whole, precision=precision, replayed=precision == "bf16"
-                )
+                specs[count] = described(bench, count, whole, precision)
             forget(parallel)
             del parallel, optimizer
-    return Alone(ms=ms, rows=rows, spec=spec)
+    return Alone(ms=ms, rows=rows, specs=specs)
+
+
+def described(bench: Bench, experts: int, batch: RandomBatch, precision: str) -> ModelSpec:
+    """The planner's view; of an ensemble's experts, which are all of one kind, as such.
+
+    What one costs is the difference between ensembles of n and of n / 2.
+    """
+    replayed = precision == "bf16"
+
+    def spec(config: Any) -> ModelSpec:
+        return describe(bench.args.model, config, bench.inputs, batch, precision=precision, replayed=replayed)
+
+    whole = bench.shape(experts)
+    found = spec(whole)
+    if experts == 1:
+        return found
+    count = len(whole.experts)
+    fewer = spec(replace(whole, experts=whole.experts[: count // 2]))
+    model = GEM(whole, bench.inputs, device="meta")
+    layers = []
+    for unit, less in zip(found.layers, fewer.layers, strict=True):
+        if unit.params == less.params:
+            layers.append(unit)
+            continue
+        params = (unit.params - less.params) // (count - count // 2)
+        flops = (unit.flops - less.flops) / (count - count // 2)
+        mixing: Any = model.get_submodule(f"{unit.name}.interaction.proj")
+        tokens = mixing.weight.shape  # [M, N] of [B, N, d] -> [B, M, d]
+        layers.append(
+            replace(
+                unit,
+                params=unit.params - count * params,
+                flops=unit.flops - count * flops,
+                experts=count,
+                expert_params=params,
+                expert_flops=flops,
+                expert_io_bytes=float(sum(tokens) * whole.width * (2 if replayed else 4)),
+            )
+        )
+    return replace(found, layers=tuple(layers))
 
 
 def forget(parallel: ParallelModel) -> None:

@@ -121,7 +121,7 @@ def _stream_value(function: str, stream: int, address: int, value: int) -> None:
 
 
 class Ring:
-    """Windows of every size, `depth` of each, in turn."""
+    """Windows of every size, `depth` of each, in turn; all of a size are made when it is first asked for."""
 
     def __init__(self, group: Any, depth: int, make: Make = CudaWindow) -> None:
         self.group, self.depth, self._make = group, depth, make
@@ -146,11 +146,10 @@ class Ring:
             elements *= int(size)
         nbytes = max(16, -(-elements * dtype.itemsize // 16) * 16)
         windows = self._windows.setdefault(nbytes, [])
+        if not windows:  # all at once: making one waits for the card and for the other hosts
+            windows += [self._make(nbytes, self.group, device) for _ in range(self.depth)]
         turn = self._turn.get(nbytes, 0)
-        index = turn % self.depth
-        if index == len(windows):
-            windows.append(self._make(nbytes, self.group, device))
-        window = windows[index]
+        window = windows[turn % self.depth]
         key = window.local.data_ptr()
         before = self._used.get(key)
         if before is not None and not before.expired():
