@@ -21,6 +21,16 @@ def test_every_case_is_right(name, device):
             assert relative_error(a, b) < norms.TOLERANCE
 
 
+def test_variants_run_where_they_are_asked_for(device):
+    p = norms.problem("rms-256", device, shrink=2**13)
+    assert list(norms.ours(p)) == ["triton"]
+    found = norms.ours(p, "triton", ("1-warp",))
+    assert list(found) == ["triton", "triton lean", "triton lean-tail", "triton lean-4-stages", "triton lean-ahead"]
+    norms.gate(p, found["triton lean-tail"], ("forward", "backward"))
+    linear = norms.problem("norm-linear-256-256", device, shrink=2**13)
+    assert list(linear.variants) == ["resident"]
+
+
 def test_the_gate_closes():
     p = norms.problem("rms-256", torch.device("cpu"), shrink=2**13)
     with pytest.raises(RuntimeError, match="rms-256: rms_norm forward is wrong"):

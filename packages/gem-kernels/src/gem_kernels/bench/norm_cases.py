@@ -16,6 +16,7 @@ from torch import Tensor
 from gem_kernels import flops, jagged, jagged_to_padded, norms, padded_to_jagged, sequences, testing
 from gem_kernels.bench import cases
 from gem_kernels.norm_linear import linear_norm, norm_linear
+from gem_kernels.norms import lean
 from gem_kernels.rotary import reference as rotary_reference
 from gem_kernels.rotary import rope
 from gem_kernels.sequences import reference
@@ -43,6 +44,7 @@ class Problem:
     compiled: bool = False  # whether torch.compile of `eager` is a peer: building it takes seconds
     others: dict[str, Callable[[], Run]] = field(default_factory=dict)  # peers by name; ImportError if not installed
     backends: tuple[str, ...] = ("triton",)  # the first that runs here is measured
+    variants: dict[str, Run] = field(default_factory=dict)  # of that backend, off by default: only where asked for
 
 
 def _normal(device: torch.device, *shape: int) -> Tensor:
@@ -97,9 +99,14 @@ def _norm(
     op = f"{kind}_norm{'+residual' if residual else ''}{'+swish' if swish else ''}"
     known = not swish and not (layer and residual)
     others: dict[str, Callable[[], Run]] = {"liger": functools.partial(_liger, kind, residual)} if known else {}
+    variants: dict[str, Run] = {
+        variant: functools.partial(lean.norm, kind=kind, eps=EPS, swish=swish, way=way)
+        for variant, way in lean.ways(width, layer=layer, swish=swish).items()
+        if not residual and not packed and width <= lean.WIDEST
+    }
     return Problem(
         name=name, op=op, width=width, inputs=inputs, cost=cost, ours=ours, eager=eager, others=others,
-        compiled=name in COMPILED,
+        compiled=name in COMPILED, variants=variants,
     )  # fmt: skip
 
 
@@ -115,9 +122,15 @@ def _linear(name: str, inputs: int, outputs: int, device: torch.device, shrink: 
         norm = _liger("rms", False)
         return lambda x, gain, weight: F.linear(norm(x, gain), weight)
 
+    def resident(x: Tensor, gain: Tensor, weight: Tensor) -> Tensor:  # has no backward pass of its own
+        from gem_kernels.norm_linear import hopper
+
+        return hopper.forward(x, gain, weight, None, EPS, config=hopper.RESIDENT[-(-inputs // hopper.WIDE.bk)])
+
     return Problem(
         name=name, op="norm_linear", operator="norm_linear", width=inputs, compiled=True,
         others={"parts": parts, "liger": liger}, backends=("hopper", "triton"),
+        variants={"resident": resident} if inputs <= 256 else {},
         inputs=[_normal(device, rows, inputs), 1 + 0.1 * _normal(device, inputs), weight],
         cost=flops.norm_linear(rows, inputs, outputs),
         ours=lambda x, gain, weight, backend: norm_linear(x, gain, weight, eps=EPS, backend=backend),

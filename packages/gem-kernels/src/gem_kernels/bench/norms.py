@@ -54,7 +54,9 @@ def peers(p: Problem, names: tuple[str, ...]) -> dict[str, Run]:
 
 
 def ours(p: Problem, only: str = "", skip: tuple[str, ...] = ()) -> dict[str, Run]:
-    """The operator on the first of its backends that runs here, if its name contains `only` and nothing of `skip`."""
+    """The operator on the first of its backends that runs here, and that backend's variants where variants are asked
+    for, if their names contain `only` and nothing of `skip`.
+    """
     found: dict[str, Run] = {}
     for backend in p.backends:
         try:
@@ -63,6 +65,8 @@ def ours(p: Problem, only: str = "", skip: tuple[str, ...] = ()) -> dict[str, Ru
             print(f"  {backend}: {error}")
             continue
         found[backend] = functools.partial(p.ours, backend=backend)
+        if only:
+            found |= {f"{backend} {variant}": run for variant, run in p.variants.items()}
         break
     return {n: run for n, run in found.items() if only in n and not any(s in n for s in skip)}
 
@@ -119,9 +123,15 @@ def measure(
         moved = p.cost.forward_bytes if what == "forward" else p.cost.backward_bytes
         if not peer_names or "copy" in peer_names:
             runs["peer copy"] = timing.captured(timing.copy_of(moved, device))
+        if p.op == "most_recent" and what == "backward" and (not peer_names or "fill" in peer_names):
+            into = torch.empty_like(p.inputs[0])  # seven of eight bytes that it moves are written
+            runs["peer fill"] = timing.captured(into.zero_)
         times = timing.interleaved(runs, rounds=rounds, rep=rep)
         useful = p.cost.forward_flops if what == "forward" else p.cost.backward_flops
         rates = {n: round(moved / ms / 1e6, 1) for n, ms in times.items()}
+        if "peer fill" in times:
+            filled = p.inputs[0].numel() * p.inputs[0].element_size()
+            rates["peer fill"] = round(filled / times["peer fill"] / 1e6, 1)
         for backend in variants:
             if backend not in times:
                 continue
