@@ -388,6 +388,18 @@ def test_a_full_disk_spares_the_earlier_checkpoints_and_training_goes_on(cache, 
     assert failed == [0, 5, 10, 12]
 
 
+def test_a_run_whose_last_weights_are_not_on_the_disk_has_failed(run_cli, finished_run, tmp_path, capsys, monkeypatch):
+    out, real = tmp_path / "run", Trainer.save
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save", lambda trainer: real(trainer) if trainer.position.step < 20 else None)
+        assert run_cli(out) == 2
+    said = capsys.readouterr()
+    assert "GEM" in said.out  # the figures are there all the same
+    assert "step 24 could not be written, the last ones on the disk are those of step 16; make room" in said.err
+    assert run_cli(out, resume=True) == 0
+    assert curve(out) == curve(finished_run)
+
+
 @pytest.mark.parametrize(
     ("assignments", "says"),
     [

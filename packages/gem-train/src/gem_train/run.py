@@ -44,10 +44,14 @@ NOISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Where the run lies and what eval.json says (None on the ranks other than 0)."""
+    """Where the run lies and what eval.json says (None on the ranks other than 0).
+
+    `unsaved` says that the trained weights could not be written, and what to do.
+    """
 
     run: RunDir
     results: dict[str, Any] | None
+    unsaved: str = ""
 
 
 BASELINE_ROWS = 500_000  # the most recent training rows; the regression holds them all in memory
@@ -94,7 +98,7 @@ def execute(
                 trainer.fit()
                 results = test(trainer, data, ())
             events.message("finished", step=trainer.position.step)
-        return Outcome(run=run, results=results)
+        return Outcome(run=run, results=results, unsaved=_unsaved(trainer))
 
 
 def reevaluate(run: RunDir, *, by: Sequence[str] = ()) -> Outcome:
@@ -221,6 +225,17 @@ def _opening(trainer: Trainer, data: Data) -> str:
         f"{described['dense']:,} dense and {described['tables']:,} table parameters; {trainer.total} steps of "
         f"{parts.config.data.batch_size} on {parts.runtime.world} x {parts.runtime.device.type}, {parts.precision}; "
         f"run folder {parts.run.path}"
+    )
+
+
+def _unsaved(trainer: Trainer) -> str:
+    """What there is to say where the last checkpoint could not be written."""
+    step, saved = trainer.position.step, max(trainer.checkpoints.steps(), default=0)
+    if saved == step:
+        return ""
+    return (
+        f"the weights of step {step} could not be written, the last ones on the disk are those of step {saved}; make "
+        f"room, then go on with --out {trainer.parts.run.path} --resume"
     )
 
 

@@ -22,9 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read when torch is imported. Every batch has other sizes, and blocks of fixed sizes would soon fit none of them.
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    from gem_train.cli import commands
-
     try:
+        from gem_train.cli import commands
+
         code: int = getattr(commands, arguments.verb)(arguments)
         return code
     except (UserError, NonFiniteError, PeerLost, Interrupted) as error:

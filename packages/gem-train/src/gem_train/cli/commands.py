@@ -36,7 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
         RunDir(arguments.out).check(config, resume=arguments.resume)
     from gem_train.run import execute
 
-    _finish(execute(config, arguments.out, resume=arguments.resume))
+    outcome = execute(config, arguments.out, resume=arguments.resume)
+    _finish(outcome)
+    if outcome.unsaved:
+        raise UserError(outcome.unsaved)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,16 +56,20 @@ def _build(events: Events, arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     if out.exists() and not arguments.overwrite:  # gem_data would say so, too, but in the words of its API
         raise UserError(f"{out} exists already; name another folder, or replace the log in it by --overwrite")
-    built = gem_data.prepare(
-        events,
-        out,
-        memory=preparing.size(arguments.memory),
-        threads=arguments.threads,
-        vocabulary_until=arguments.vocabulary_until,
-        overwrite=arguments.overwrite,
-        restart=arguments.restart,
-        progress=preparing.Reporter(),
-    )
+    try:
+        built = gem_data.prepare(
+            events,
+            out,
+            memory=preparing.size(arguments.memory),
+            threads=arguments.threads,
+            vocabulary_until=arguments.vocabulary_until,
+            overwrite=arguments.overwrite,
+            restart=arguments.restart,
+            progress=preparing.Reporter(),
+        )
+    except KeyboardInterrupt:
+        print(f"what is done of {out} is kept; the same command goes on with it", file=sys.stderr)
+        raise
     print(built)
     print(f"train on it: gem-train run log --set data.path={out}")
     return 0
