@@ -9,10 +9,22 @@ import torch
 from gem_kernels.block_attention import hopper as block_hopper
 from gem_kernels.block_attention.reference import attention as block_reference
 from gem_kernels.gdpa.activations import formula
-from gem_kernels.hopper import launch, launch_backward
+from gem_kernels.hopper import (
+    backward_keys,
+    consumers,
+    exchange,
+    forward,
+    launch,
+    launch_backward,
+    loaders,
+    once,
+    query_gradient,
+    short_backward,
+)
 from gem_kernels.jagged_attention import window as windows
 from gem_kernels.norm_linear import hopper as norm_hopper
-from gem_kernels.simulator import simulating
+from gem_kernels.norm_linear import hopper_kernels as norm_kernels
+from gem_kernels.simulator import Fault, simulating
 from gem_kernels.testing import loop_blocks, offsets_of, poisoned, relative_error
 from gem_kernels.tiling import dispatch
 
@@ -20,6 +32,7 @@ pytestmark = pytest.mark.skipif(not dispatch.interpreting(), reason="plain Trito
 
 LQ, LK = [1, 0, 65, 130, 64, 30, 0], [3, 5, 130, 200, 64, 0, 0]
 SHORT = [8, 1, 0, 3, 64, 17, 2, 0, 63, 5]
+RACES = {"race", "uninitialised"}
 ERROR = 8e-3  # of bfloat16 results, relative
 
 
@@ -209,3 +222,100 @@ def test_projection_and_norm(name: str, before: bool) -> None:
     else:
         expected = torch.nn.functional.rms_norm(x @ weight.T + bias, (columns,), gain, 1e-6)
     agree({"y": got}, {"y": expected})
+
+
+# What is broken on purpose: {kernel: (text, other text)}, what runs it, and what may be reported.
+FENCE = "    fence_async_shared()\n"
+ONCE = {"lq": SHORT, "lk": SHORT, "config": "3x64-once", "backward": False}
+LONG = {"config": "3x64", "backward": False}
+STREAM = {"way": "stream"}
+BROKEN = {
+    "a wait for values left out": ({once.one_step: ("mbarrier.wait(v_full.index(s), phase)", "pass")}, ONCE, RACES),
+    "a wait for keys left out": ({consumers._step: ("    mbarrier.wait(k_full.index(s), phase)\n", "")}, LONG, RACES),
+    "a fence left out": ({consumers._finish: (FENCE, "")}, LONG, {"proxy"}),
+    "a fence of a last block left out": (
+        {short_backward._put: ("fence_async_shared()", "if rows >= BLOCK:\n        fence_async_shared()")},
+        {"way": "short-keys", "lk": SHORT, "lq": SHORT}, {"proxy"},
+    ),
+    "a stage too few": ({loaders.load_keys: ("s = step % KS", "s = step % (KS - 1)")}, LONG, {"barrier", "deadlock", *RACES}),
+    "the other parity": (
+        {loaders.load_keys: ("mbarrier.wait(k_empty.index(s), phase ^ 1)", "mbarrier.wait(k_empty.index(s), phase)")},
+        LONG, {"deadlock"},
+    ),
+    "a parity that is a phase behind": (
+        {query_gradient._consumer: ("phase = (step // KS) & 1", "phase = (step // KS + 1) & 1")},
+        STREAM, {"barrier", "deadlock", "uninitialised", *RACES},
+    ),
+    "barriers of blocks, not of consumers": (
+        {
+            consumers.consume: ("slot = (tile % QS) * NC + W", "slot = (tile % QS) * NC + w"),
+            loaders.load_queries: ("(turn + w) % NC", "w"),
+        },
+        {**ONCE, "lq": 20 * [3], "lk": 20 * [3], "processors": 1}, {"barrier"},
+    ),
+    "a store not waited for": ({backward_keys._send: ("tma.store_wait(0)", "pass")}, STREAM, {"race"}),
+    "the last stores not waited for": (
+        {query_gradient._consumer: ("mine, D, DIM)\n    tma.store_wait(0)", "mine, D, DIM)")}, STREAM, {"unfinished"}
+    ),
+    "a product not waited for": (
+        {once.one_step: ("S = warpgroup_mma_wait(0, deps=(S,))", "pass")}, ONCE, {"pending"}
+    ),
+    "a slot given back too early": (
+        {norm_kernels._consumer: ("warpgroup_mma_wait(1, deps=(acc,))", "warpgroup_mma_wait(2, deps=(acc,))")},
+        None, {"race"},
+    ),
+    "bytes that do not come": (
+        {loaders.load_queries: ("expect(full, q_desc.block_type.nbytes)", "expect(full, 2 * q_desc.block_type.nbytes)")},
+        ONCE, {"deadlock"},
+    ),
+    "bytes that were not expected": (
+        {loaders.load_queries: ("expect(full, q_desc.block_type.nbytes)", "expect(full, q_desc.block_type.nbytes // 2)")},
+        ONCE, {"barrier"},
+    ),
+    "an arrival too many": (
+        {loaders.load_keys: ("mbarrier.arrive(record_empty.index(r), count=1)",
+                             "mbarrier.arrive(record_empty.index(r), count=2)")},
+        ONCE, {"barrier", "race"},
+    ),
+    "rows of the next sequence": (
+        {consumers._finish: ("inside = (r < rows)[:, None]", "inside = (r >= 0)[:, None]")}, ONCE, {"race", "bounds"}
+    ),
+    "statistics of the next sequence": (
+        {consumers._finish: ("lse, mask=r < rows)", "lse)")}, ONCE, {"race", "bounds"}
+    ),
+    "barriers not initialised": (
+        {forward.forward_kernel: ("mbarrier.init(q_full.index(i), count=1)", "pass")}, ONCE, {"uninitialised"}
+    ),
+    "too much shared memory": (
+        {forward.forward_kernel: ("[QS * NC, BLOCK, 1, D]", "[8 * QS * NC, BLOCK, 1, D]")}, ONCE, {"bounds"}
+    ),
+    "a cursor set back too early": (
+        {exchange.take: ("taken == total - 1", "taken >= 0")}, ONCE, {"race"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_what_is_broken_is_reported(name: str) -> None:
+    changes, problem, kinds = BROKEN[name]
+    found = None
+    for seed in range(12):
+        try:
+            if problem is None:
+                x, weight = torch.randn(300, 320).bfloat16(), torch.randn(264, 320).bfloat16()
+                with simulating(seed=seed, processors=2, changes=changes):
+                    norm_hopper.forward(x, x[0], weight, None, 1e-6)
+            else:
+                check(**{"lq": LQ[:4], "lk": LK[:4], **problem}, seed=seed, changes=changes)
+        except Fault as fault:
+            found = fault
+            break
+    assert found is not None, "nothing was reported"
+    assert found.kind in kinds, found
+    assert ".py:" in str(found) or found.kind == "unfinished"
+
+
+def test_a_seed_is_an_order() -> None:
+    first, again, other = (check(**ONCE, seed=seed).launches for seed in (5, 5, 6))
+    assert first == again
+    assert first != other

@@ -207,8 +207,12 @@ class Language:
             lambda: barrier.passed(parity), lambda: f"waits for {barrier}, parity {parity}, at {where}"
         )
         barrier.waiting.remove((here, parity))
-        if 0 < barrier.finished <= here.clock.get(barrier.axis, 0):
+        known = here.clock.get(barrier.axis, 0)
+        if 0 < barrier.finished <= known:
             raise Fault("barrier", f"a wait for parity {parity} of {barrier} passes on a phase already seen")
+        if known < barrier.finished - 1:
+            why = f"with {known} phases known before: had it come earlier, it had passed two phases too early"
+            raise Fault("barrier", f"a wait for parity {parity} of {barrier} passes {why}")
         join(here.clock, barrier.released)
 
     # Copies and products.

@@ -19,7 +19,7 @@ from gem_kernels.simulator.order import Clock, join
 
 MOST_BYTES = (1 << 20) - 1  # of a phase's transactions
 Steps = Iterator[None]
-SPEEDS = (0.005, 0.2, 1.0, 5.0)
+SPEEDS = (0.003, 0.1, *(1.0,) * 6, *(5.0,) * 4)  # rather few are slow, so that others get far meanwhile
 STEPS_OF_A_MOOD = 400  # draws until speeds are drawn again
 
 
