@@ -8,8 +8,9 @@ import pytest
 import torch
 from gem_model import GEM, TowerConfig, preset, replay
 from gem_model.layers import one_by_one
-from gem_model.replay import GradientSums, Replay, Room, at_capacity, capacity
+from gem_model.replay import GradientSums, Replay, Room, capacity
 from gem_model.testing import example_inputs, random_batch
+from gem_model.testing_graphs import OneByOne
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,31 +56,13 @@ def test_a_room_serves_the_batch_that_it_was_made_for_and_takes_what_it_leaves(e
         assert -(-(size - have) // room.added) <= longest[0]
 
 
-class Kept:
-    """Runs the layers at a capacity, as a graph would, by launching them one by one."""
-
-    def __init__(self, layers):
-        self.layers, self.rooms, self.left = layers, [], []
-
-    def __call__(self, x, histories, cls):
-        histories = {s: histories[s] for s in cls}
-        events = tuple(capacity(h.tokens.shape[0]) for h in histories.values())
-        longest = tuple(1 << (max(h.max_len, 1) - 1).bit_length() for h in histories.values())
-        self.left = [size - h.tokens.shape[0] for size, h in zip(events, histories.values(), strict=True)]
-        self.rooms.append(Room(batch=x.shape[0], events=events, longest=longest))
-        return self.layers.through(*at_capacity(x, histories, cls, self.rooms[-1]))[: x.shape[0]]
-
-    def forget(self):
-        self.rooms = []
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_added_samples_change_nothing_for_the_others(variant):
     model, inputs = build(**VARIANTS[variant])
     batch = random_batch(inputs, 9, seed=2)
     model.train()
     found = []
-    for kept in (None, Kept(model.layers)):
+    for kept in (None, OneByOne(model.layers)):
         model.layers.replay = kept
         model.zero_grad()
         logits = model(batch)
@@ -87,12 +70,14 @@ def test_added_samples_change_nothing_for_the_others(variant):
         found.append([logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
-    assert all(kept.left), "nothing was added"
+    (room,) = kept.rooms
+    given = [len(batch.sequences[source].time) for source in model.layers[0].sources]
+    assert all(n < size for n, size in zip(given, room.events, strict=True)), "nothing was added"
     with one_by_one(model):
         assert model.layers.replay is None
         model(batch)
     assert model.layers.replay is kept
-    assert kept.rooms == []
+    assert kept.graphs == {}
 
 
 def test_gradient_sums_go_on_from_what_is_there():

@@ -18,9 +18,8 @@ accumulated gradients.
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gem_model import replay_checks
 from gem_model.layers import Inputs, Layers
+from gem_model.recorder import CudaGraphs, Recorder, autocast_without_cache, checking, on_cuda, warming_up
 from gem_model.sequence import History
 
 STEPS = 64  # capacities between a power of two and the next, ...
@@ -52,6 +53,9 @@ class Room:
     batch: int  # B
     events: tuple[int, ...]  # capacity of each source
     longest: tuple[int, ...]  # the longest history of each source that it serves
+
+    def __str__(self) -> str:
+        return f"room of {self.batch} samples, {self.events} events, histories of up to {self.longest}"
 
     @property
     def added(self) -> int:
@@ -102,16 +106,18 @@ class Rooms:
         layers: whose `replay` this becomes.
         rooms: which of them serves a batch follows from these alone.
         graphs: what has been captured; `forget` and a new process capture it again.
-        pool: the memory of all graphs, which never run at once.
+        record: what captures a pass.
+        checks: whether batches and gradients are looked at (gem_model.recorder).
         passes: forward passes so far; each overwrites what the one before has kept for its backward pass.
         ready: whether what the layers do is settled by now; until it is, they are called as they are.
     """
 
-    def __init__(self, layers: Layers) -> None:
+    def __init__(self, layers: Layers, recorder: Recorder | None = None) -> None:
         self.layers = layers
         self.rooms: list[Room] = []
         self.graphs: dict[Room, Any] = {}
-        self.pool: Any = None
+        self.record: Recorder = recorder or CudaGraphs(layers.lanes)
+        self.checks = checking()
         self.passes = 0
         self.ready: Callable[[], bool] = lambda: True
         self._announced = False
@@ -135,8 +141,7 @@ class Rooms:
     def forget(self) -> None:
         """Drop all graphs and their memory."""
         self.graphs.clear()
-        self.pool = None
-        torch.cuda.empty_cache()
+        self.record.forget()
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -165,6 +170,8 @@ class Rooms:
             found = [Room(batch=batch, events=tuple(map(capacity, events)), longest=longest)]
             self.rooms += found
         room = min(found, key=lambda room: sum(room.events))
+        if self.checks:
+            replay_checks.batch(x, histories, cls, room.longest)
         if room in self.graphs:
             return self.graphs[room]
         inputs = at_capacity(x, histories, cls, room)
@@ -185,18 +192,12 @@ class Rooms:
             return None
 
 
-def on_cuda(parameters: Iterable[Tensor]) -> None:
-    """Raises ValueError unless the parameters are on a CUDA device."""
-    places = {p.device.type for p in parameters}
-    if places != {"cuda"}:
-        raise ValueError(f"CUDA graphs need layers on a CUDA device; these have parameters on {sorted(places)}")
-
-
 class Replay(Rooms):
     """Runs layers in training from CUDA graphs, captured when a batch comes that none of them serves. See the module.
 
     Args:
         layers: of a model on one CUDA device, none of them sharded or hooked; becomes its `replay`.
+        recorder: what makes a pass repeatable; CUDA graphs by default.
 
     Raises:
         ValueError: where the layers are not on a CUDA device.
@@ -204,10 +205,12 @@ class Replay(Rooms):
 
     graphs: dict[Room, Graph]
 
-    def __init__(self, layers: Layers) -> None:
-        super().__init__(layers)
-        self.parameters = [p for _, p in layers.named_parameters() if p.requires_grad]
-        on_cuda(self.parameters)
+    def __init__(self, layers: Layers, *, recorder: Recorder | None = None) -> None:
+        super().__init__(layers, recorder)
+        named = {name: p for name, p in layers.named_parameters() if p.requires_grad}
+        self.names, self.parameters = list(named), list(named.values())
+        if recorder is None:
+            on_cuda(self.parameters)
         self.sums = GradientSums(self.parameters)
 
     def capture(self, room: Room, inputs: Inputs) -> Graph:
@@ -282,40 +285,33 @@ class Graph:
             return out
 
         def back(out: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...]:
-            return torch.autograd.grad(out, sources, upstream, allow_unused=True)
+            with torch.autocast(x.device.type, enabled=False):  # as a backward pass runs after the forward's block
+                return torch.autograd.grad(out, sources, upstream, allow_unused=True)
 
-        with replay.at_rest(), autocast_without_cache(x.device.type), torch.random.fork_rng([x.device]):
-            if not replay.graphs:  # later ones find kernels compiled, and there may be no memory for a pass beside them
-                self._warm_up(ahead, back)
-            # Threads that load data may ask CUDA for pinned memory meanwhile: only this thread's calls are watched.
-            options: dict[str, Any] = {"capture_error_mode": "thread_local"}
-            self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            lanes = replay.layers.lanes
-            with torch.cuda.graph(self.forward, pool=replay.pool, **options), lanes.joined():
-                out = ahead()
-            replay.pool = self.forward.pool()
+        on_card = [x.device] if x.is_cuda else []
+        with replay.at_rest(), autocast_without_cache(x.device.type), torch.random.fork_rng(on_card):
+            if x.is_cuda and not replay.graphs:  # later ones find kernels compiled, and may have no memory beside them
+                with warming_up():
+                    for _ in range(WARM_UP):
+                        out = ahead()
+                        back(out, torch.zeros_like(out))
+                    del out
+            (out,), self.ahead = replay.record(lambda: [ahead()], f"forward pass of a {room}")
             self.upstream = torch.zeros_like(out)
-            with torch.cuda.graph(self.backward, pool=replay.pool, **options), lanes.joined():
+            self.used: list[int] = []
+
+            def sum_up() -> list[Tensor]:
                 found = back(out, self.upstream)
                 gradients = {i: g for i, g in enumerate(found[len(self.wanted) :]) if g is not None}
                 self.used = list(gradients)
                 torch._foreach_add_([replay.sums.views[i] for i in self.used], list(gradients.values()))
-        self.downstream = found[: len(self.wanted)]
-        self.out = out.detach()
+                there = {i: g for i, g in zip(self.wanted, found, strict=False) if g is not None}
+                self.found = list(there)
+                return [*there.values(), *gradients.values()]
 
-    @staticmethod
-    def _warm_up(ahead: Callable[[], Tensor], back: Callable[[Tensor, Tensor], Any]) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                out = ahead()
-                back(out, torch.zeros_like(out))
-            del out
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()  # what the warm-up held is the graphs' to take
+            made, self.back = replay.record(sum_up, f"backward pass of a {room}")
+        self.downstream = made[: len(self.found)]
+        self.out = out.detach()
 
 
 class _Replayed(torch.autograd.Function):
@@ -327,7 +323,9 @@ class _Replayed(torch.autograd.Function):
         ctx.graph, ctx.number = graph, graph.replay.passes
         for fixed, given in zip(graph.inputs, inputs, strict=True):
             fixed.copy_(given)
-        graph.forward.replay()
+        if graph.replay.checks:
+            ctx.random = replay_checks.random_state(graph.out)
+        graph.ahead()
         return graph.out.clone()
 
     @staticmethod
@@ -341,16 +339,11 @@ class _Replayed(torch.autograd.Function):
             )
         graph.upstream.copy_(upstream)
         graph.replay.sums.take(graph.used)
-        graph.backward.replay()
+        if graph.replay.checks:
+            replay_checks.back_twice(graph, ctx.random)
+        else:
+            graph.back()
         found: list[Tensor | None] = [None] * len(graph.inputs)
-        for i, gradient in zip(graph.wanted, graph.downstream, strict=True):
+        for i, gradient in zip(graph.found, graph.downstream, strict=True):
             found[i] = gradient
         return None, *found
-
-
-@contextlib.contextmanager
-def autocast_without_cache(device: str) -> Iterator[None]:
-    """Autocast as it is, but casting a weight in every graph that uses it."""
-    on = torch.is_autocast_enabled(device)
-    with torch.autocast(device, dtype=torch.get_autocast_dtype(device), enabled=on, cache_enabled=False):
-        yield

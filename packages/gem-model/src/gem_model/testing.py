@@ -176,14 +176,20 @@ def _events(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return offsets[:-1][rows].repeat_interleave(counts) + within, new
 
 
-def repeated(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-    """What `run` makes, and what makes it again in the same place: a recorder for
-    :class:`gem_model.replay_sharded.ShardedReplay` that launches every operator again, on any device.
+class Repeated:
+    """A recorder (:class:`gem_model.recorder.Recorder`) that launches every operator again, on any device: quicker than
+    :class:`gem_model.testing_graphs.CpuGraphs`, and knows nothing of memory.
     """
-    fixed = [t.detach().clone() for t in run()]
 
-    def again() -> None:
-        for place, made in zip(fixed, run(), strict=True):
-            place.copy_(made.detach())
+    def __call__(self, run: Callable[[], list[Tensor]], name: str) -> tuple[list[Tensor], Callable[[], None]]:
+        """What `run` makes, and what makes it again in the same place."""
+        fixed = [t.detach().clone() for t in run()]
 
-    return fixed, again
+        def again() -> None:
+            for place, made in zip(fixed, run(), strict=True):
+                place.copy_(made.detach())
+
+        return fixed, again
+
+    def forget(self) -> None:
+        """There is nothing to let go of."""
