@@ -184,6 +184,12 @@ def run_row(bench: Bench, row: Row, runtime: Runtime, tell: Tell) -> dict[str, A
     }
 
 
+def age() -> float:
+    """Seconds since this process was started: imports count."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def options() -> argparse.ArgumentParser:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -198,7 +204,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--profile", type=Path, nargs="+", default=[], help="measured collectives, for the plan")
     parser.add_argument("--alone", nargs=3, metavar=("FILE", "RANK", "WORLD"), help="measure one card alone, into FILE")
     parser.add_argument("--keep-alone", type=Path, help="folder of the cards' steps alone, for several worlds")
-    parser.add_argument("--seconds", type=float, default=540, help="of the whole; rows that do not fit are dropped")
+    parser.add_argument("--seconds", type=float, default=540, help="of this process; rows that do not fit are dropped")
     parser.add_argument("--row-seconds", type=float, default=120, help="a row that lasts longer ends the run")
     parser.add_argument("--resume", action="store_true", help="go on behind the rows that are kept")
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written again after every row")
@@ -209,7 +215,7 @@ def main() -> int:
     """Print a row per layout and write them all; every rank runs it."""
     args = options().parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    began = time.perf_counter()
+    began = time.perf_counter() - age()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     bench = Bench(args, int(args.alone[2]) if args.alone else world)
     rows = chosen(table(bench.world, args.parts), args.rows, args.only) if bench.world > 1 else []

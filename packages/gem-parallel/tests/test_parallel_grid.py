@@ -37,15 +37,23 @@ def test_every_layout_trains_to_the_same(tmp_path):
             assert max(error.values()) < 1e-5, (case, error)
 
 
+ROUNDED = [
+    ("fp16", "v1", 1, {}),
+    ("bf16", "v3", 2, {"shard_group": 2, "experts": 2}),
+    ("bf16", "v2", 2, {"shard_group": 2}),
+]
+
+
 def options(runtime):
     """Rounded exchanges against rounding twins, prefetch, memory of the strategies."""
     found = {}
-    for name, dtype, strategy, copies in (("fp16", torch.float16, "v1", 1), ("bf16", torch.bfloat16, "v3", 2)):
+    for name, strategy, copies, axes in ROUNDED:
         config = ParallelConfig(
-            table_sharding="table_wise", table_exchange=name, table_strategy=strategy, table_copies=copies
+            table_sharding="table_wise", table_exchange=name, table_strategy=strategy, table_copies=copies, **axes
         )
-        rounded = compare(runtime, config, steps=3, exchange=dtype, sparse=SparseSGD(lr=0.05))[0]
-        plain = compare(runtime, config, steps=3, sparse=SparseSGD(lr=0.05))[0]
+        more = {"steps": 3, "sparse": SparseSGD(lr=0.05), "experts": 2 * axes.get("experts", 0)}
+        rounded = compare(runtime, config, exchange={"fp16": torch.float16, "bf16": torch.bfloat16}[name], **more)[0]
+        plain = compare(runtime, config, **more)[0]
         found[name, strategy] = rounded, plain
     config = ParallelConfig(table_sharding="row_wise", prefetch=2, shard_group=2)
     errors, parallel = compare(runtime, config, steps=3)
@@ -85,6 +93,9 @@ def test_options(tmp_path):
         assert table <= padded["weights"] <= 1.2 * table  # every kernel's rows are cut into equal parts
         assert padded["moments"] * 8 == padded["weights"]
         assert padded["working"] == 0
+    for rank in ranks:  # of four, each keeps a quarter
+        mine = rank[3]["v3", 4]
+        assert (table + moment) / 4 <= mine["weights"] + mine["moments"] <= 1.2 * (table + moment) / 4
 
 
 @pytest.mark.parametrize("change", [{"table_exchange": "int3"}, {"prefetch": -1}, {"experts": 0}, {"table_copies": 0}])

@@ -176,7 +176,7 @@ def trained(args: argparse.Namespace, runtime: Runtime, say: Callable[[str], Non
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         held = sum(ring.nbytes for ring in made.rings) / 2**20
         say(f"step {step}: loss {losses[-1]:.6f}, {(time.perf_counter() - began) * 1e3:.0f} ms, windows {held:.0f} MiB")
     return losses
