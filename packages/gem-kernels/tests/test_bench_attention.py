@@ -68,7 +68,7 @@ def test_polynomials_are_gated_against_the_exact_activation(device, no_clock):
 def test_what_fails_is_said_and_stepped_over(device, no_clock, monkeypatch, capsys):
     plain = suite.ours
 
-    def ours(p):
+    def ours(p, trying):
         def broken():
             raise ValueError("a shape that it refuses")
 

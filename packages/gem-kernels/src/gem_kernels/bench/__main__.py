@@ -73,6 +73,7 @@ def _table(rows: list[dict[str, Any]], heading: bool = True) -> str:
             f"{r['case']:18s} {r['pass']:8s} {r['op']:16s} {r['variant']:24s} {r['ms']:8.3f} {r[r['unit']]:8.1f} "
             f"{'' if r['of_gemm'] is None else format(r['of_gemm'], '.3f'):>8s} {r['of_copy']:8.3f} "
             f"{format(r['host_us'], '.0f') if 'host_us' in r else '':>8s}  {peers}"
+            + (f"  at {r['ghz']:.2f} GHz" if "ghz" in r else "")
         )
     return "\n".join(lines)
 
@@ -98,6 +99,15 @@ def main(arguments: list[str] | None = None) -> int:
         "--skip", action="append", default=[], help="no variants whose name contains this; may be repeated"
     )
     parser.add_argument("--peer", action="append", default=[], help="only this peer; may be repeated; all by default")
+    parser.add_argument(
+        "--trials", action="store_true", help="also what nobody chooses yet (attention and gdpa): `bench.trials`"
+    )
+    parser.add_argument(
+        "--clock", action="store_true", help="also the SMs' clock under each variant (attention and gdpa)"
+    )
+    parser.add_argument(
+        "--constant", action="store_true", help="inputs of one number, which need little power (attention and gdpa)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds over all variants; the median counts")
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of repeats of a variant in a round")
     parser.add_argument(
@@ -117,9 +127,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the benchmark file here")
     options = parser.parse_args(arguments)
     names = {"norms": norms.NAMES, "block": block.NAMES}.get(options.suite, cases.NAMES)
-    unknown = set(options.case or ()) - set(names)
+    extra = cases.EXTRA if names is cases.NAMES else ()
+    unknown = set(options.case or ()) - {*names, *extra}
     if unknown:
-        parser.error(f"{options.suite} has no case {', '.join(sorted(unknown))}; expected one of {', '.join(names)}")
+        parser.error(
+            f"{options.suite} has no case {', '.join(sorted(unknown))}; expected one of {', '.join((*names, *extra))}"
+        )
     words = sys.argv[1:] if arguments is None else arguments
     if options.suite in ("block", "norms"):
         return _by_turns(options, list(options.case or names), words)
@@ -172,7 +185,7 @@ def _prebuild(options: argparse.Namespace, names: Iterable[str]) -> None:
     def wanted(variant: str) -> bool:
         return options.variant in variant and not any(x in variant for x in options.skip)
 
-    prebuild.build(prebuild.tasks(names, _activations(options), wanted, options.peer), 2 * options.jobs)
+    prebuild.build(prebuild.tasks(names, _activations(options), wanted, options.peer, options.trials), 2 * options.jobs)
 
 
 def _activations(options: argparse.Namespace) -> list[str | None]:
@@ -235,6 +248,7 @@ def _measure(
         return block.measure(name, device, **chosen, **shared)
     from gem_kernels.bench import suite
 
+    chosen |= {"trying": options.trials, "clock": options.clock, "constant": options.constant}
     rows = []
     for act in _activations(options):
         rows += suite.measure(cases.case(name), act, device, **chosen, **shared)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels import dispatch, flops, testing
-from gem_kernels.bench import peers, timing
+from gem_kernels.bench import peers, timing, trials
 from gem_kernels.bench.cases import HEADS, Case
 from gem_kernels.gdpa import ACTIVATIONS, gdpa
 from gem_kernels.jagged_attention import jagged_attention
@@ -46,13 +46,15 @@ class Problem:
     scale: float = 1.0
 
     @classmethod
-    def make(cls, case: Case, act: str | None, device: torch.device) -> Problem:
-        """Fresh N(0, 1) inputs in BF16."""
+    def make(cls, case: Case, act: str | None, device: torch.device, *, constant: bool = False) -> Problem:
+        """Fresh N(0, 1) inputs in BF16; constant: of one number, so that little switches and little power is needed."""
         rows_q, rows_k = int(case.q.sum()), int(case.k.sum())
         q, k, v, dout = (
             torch.randn(n, HEADS, case.dim, device=device, dtype=torch.bfloat16)
             for n in (rows_q, rows_k, rows_k, rows_q)
         )
+        if constant:
+            q, k, v = (torch.full_like(x, 0.5) for x in (q, k, v))
         q_offsets, k_offsets = (testing.offsets_of(x.tolist(), device) for x in (case.q, case.k))
         size = (1, HEADS, case.max_q, case.max_k)
         bias = torch.randn(size, device=device, dtype=torch.bfloat16) if case.bias else None
@@ -182,18 +184,19 @@ def measures(case: Case, act: str | None) -> bool:
     return (act is None or not case.bias) and (act not in POLYNOMIAL or case.name in POLYNOMIAL_CASES)
 
 
-def names(case: Case, act: str | None) -> list[str]:
-    """What `ours` may hold, known without a device."""
+def names(case: Case, act: str | None, trying: bool = False) -> list[str]:
+    """What `ours` may hold, known without a device; trying: with `trials`."""
     if act in POLYNOMIAL:
         return ["hopper", "triton", "hopper exact"]
     hopper = ["hopper", *(f"hopper {name}" for both in _hopper_names(case, act) for name in both)]
+    hopper += trials.names(case, act) if trying else []
     other = [] if max(case.window) >= 0 else ["triton subtraction"] if act is None else ["triton baseline"]
     return [*hopper, "triton", *other]
 
 
-def ours(p: Problem) -> dict[str, Variant]:
+def ours(p: Problem, trying: bool = False) -> dict[str, Variant]:
     """The public operator on every backend that takes this problem, then the configurations of the Hopper kernels and
-    the other generations.
+    the other generations; trying: and `trials`.
     """
     op = "jagged_attention" if p.act is None else "gdpa"
     found: dict[str, Variant] = {}
@@ -211,6 +214,7 @@ def ours(p: Problem) -> dict[str, Variant]:
         return found
     if "hopper" in found:
         found.update(_hopper(p))
+        found.update((name, Variant(run, None)) for name, run in trials.make(p) if trying)
     if p.act is None and not masked and "triton" in found:
         found["triton subtraction"] = _subtraction(p)
     if p.act is not None and not masked and p.case.dim in (64, 128):
@@ -315,14 +319,17 @@ def _checked(full: Iterable[Tensor], got: list[Tensor], expected: list[Tensor]) 
 
 def measure(
     case: Case, act: str | None, device: torch.device, *, passes: tuple[str, ...], only: str, skip: tuple[str, ...],
-    peer_names: tuple[str, ...], rounds: int, rep: int,
-        ceilings: dict[str, float], gate_only: bool
+    peer_names: tuple[str, ...], rounds: int, rep: int, ceilings: dict[str, float], gate_only: bool,
+    trying: bool = False, clock: bool = False, constant: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of one case: the gate, then times of ours, of the peers and of the large matrix product."""
+    """The rows of one case: the gate, then times of ours, of the peers and of the large matrix product.
+
+    trying: with `trials`; clock: the SMs' clock under each; constant: inputs of one number.
+    """
     if not measures(case, act):
         return []
-    p = Problem.make(case, act, device)
-    variants = {n: v for n, v in ours(p).items() if only in n and not any(x in n for x in skip)}
+    p = Problem.make(case, act, device, constant=constant)
+    variants = {n: v for n, v in ours(p, trying).items() if only in n and not any(x in n for x in skip)}
     errors = gate(p, variants, passes)
     if gate_only:
         return []
@@ -340,7 +347,9 @@ def measure(
         runs = _alive(runs)
         host = {name: timing.host_us(run) for name, run in runs.items() if not name.startswith("peer ")}
         runs = {name: _captured(name, run) for name, run in runs.items()}  # some are shorter than their Python
-        times = timing.interleaved({**runs, "gemm": timing.gemm(device)}, rounds=rounds, rep=rep, failed=_say)
+        runs["gemm"] = timing.gemm(device)
+        times = timing.interleaved(runs, rounds=rounds, rep=rep, failed=_say)
+        ghz = {name: round(timing.sm_ghz(runs[name], 2 * rep), 3) for name in times} if clock else {}
         product = timing.GEMM_FLOPS / times.pop("gemm") / 1e9
         useful = cost.forward_flops if what == "forward" else cost.backward_flops
         moved = cost.forward_bytes if what == "forward" else cost.backward_bytes
@@ -359,6 +368,8 @@ def measure(
                 "of_copy": round(gbps / 1e3 / ceilings["copy_tbps"], 3), "error": errors[name, what],
                 "host_us": round(host[name], 1), "peers": {**peer_rates, "gemm 8192": round(product, 1)},
                 "unit": "tflops",
+                **({"ghz": ghz[name], "peers_ghz": {n: x for n, x in ghz.items() if n[:4] in ("peer", "gemm")}} if clock
+                   else {}),
             })  # fmt: skip
     return rows
 

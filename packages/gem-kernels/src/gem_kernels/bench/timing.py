@@ -79,6 +79,29 @@ def copy_of(moved: int, device: torch.device) -> Run:
     return lambda: (torch.bitwise_not(source, out=target),)
 
 
+def sm_ghz(run: Run, ms: float) -> float:
+    """The SMs' clock in GHz at the end of `ms` milliseconds of `run`, which a card lowers to keep within its power.
+
+    A kernel of one warp waits 200 us, right behind the last launch, and counts cycles.
+    """
+    from gem_kernels.bench.clock import cycles
+
+    probe = torch.empty(2, dtype=torch.int64, device="cuda")
+    cycles(probe)  # compiled before
+    run()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    launched = 0
+    while (time.perf_counter() - begun) * 1e3 < ms:
+        run()
+        launched += 1
+        if launched % 32 == 0:
+            torch.cuda.synchronize()
+    cycles(probe)
+    counted, ns = probe.tolist()
+    return float(counted) / ns
+
+
 def host_us(run: Run, calls: int = 10) -> float:
     """What a call costs the CPU in microseconds, the device working behind."""
     for _ in range(3):
