@@ -2,7 +2,20 @@
 
 import pytest
 import torch
-from gem_kernels import block_attention, gdpa, jagged_attention, rope, rote
+from gem_kernels import (
+    block_attention,
+    gated_heads,
+    gdpa,
+    jagged_attention,
+    jagged_split,
+    jagged_to_padded,
+    most_recent,
+    norm_linear,
+    rms_norm,
+    rope,
+    rotary_heads,
+    rote,
+)
 from gem_kernels.testing import check_offsets, offsets_of, random_heads
 
 X = random_heads(6, 4, 8)
@@ -34,10 +47,18 @@ def attend(q=X, k=X, v=X, q_offsets=OFFSETS, k_offsets=OFFSETS, max_q=4, max_k=4
         ({"q_offsets": offsets_of([6]), "max_q": 6}, ValueError, "must hold as many sequences; got 1 and 2"),
         ({"max_k": 3}, ValueError, "k_offsets holds a sequence of length 4, longer than the maximal length given, 3"),
         ({"max_q": 3}, ValueError, "q_offsets holds a sequence of length 4"),
-        ({"max_k": -1}, ValueError, "must not be negative; got -1"),
-        ({"max_k": 4.0}, TypeError, "must be an int; got float"),
+        ({"q": X[..., :0], "k": X[..., :0], "v": X[..., :0]}, ValueError, "head dimension must be at least 1; q is"),
+        ({"max_k": -1}, ValueError, "max_k must be at least 0; got -1"),
+        ({"max_k": 4.0}, TypeError, "max_k must be an int; got float"),
+        ({"max_q": 4.0}, TypeError, "max_q must be an int; got float"),
+        ({"max_q": torch.tensor(4)}, TypeError, "max_q must be an int; got Tensor"),
+        ({"scale": "1"}, TypeError, "scale must be a number; got str"),
+        ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a number; got Tensor"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite; got nan"),
         ({"q_offsets": None}, ValueError, "number of learned queries, 6; got 4"),
         ({"window": (1, 2, 3)}, ValueError, r"window must be \(left, right\)"),
+        ({"window": 3}, ValueError, r"window must be \(left, right\); got 3"),
+        ({"window": (1.5, 0)}, TypeError, r"window sides must be ints or None; got \(1.5, 0\)"),
         ({"window": (-2, 1)}, ValueError, "window sides must be non-negative, or -1 or None"),
         ({"bias": torch.zeros(2, 4, 4, 3)}, ValueError, r"bias must be \[2 or 1, 4 or 1, 4, 4\].*got \(2, 4, 4, 3\)"),
         ({"bias": torch.zeros(4, 4)}, ValueError, r"got \(4, 4\)"),
@@ -59,6 +80,10 @@ def test_gdpa_block_and_rotary_name_what_is_wrong():
         block_attention(X, X, X, OFFSETS, block=48)
     with pytest.raises(ValueError, match="as many tokens; got 6 and 5"):
         block_attention(X, X[:5], X[:5], OFFSETS)
+    with pytest.raises(TypeError, match="out_scale must be a number; got NoneType"):
+        gdpa(X, X, X, OFFSETS, OFFSETS, 4, 4, out_scale=None)
+    with pytest.raises(TypeError, match="rope, if it is no Rope, must be a number; got tuple"):
+        block_attention(X, X, X, OFFSETS, rope=(X, X))
     with pytest.raises(ValueError, match="even head dimension; got 7"):
         rope(X[..., :7], OFFSETS)
     with pytest.raises(ValueError, match="even head dimension; got 7"):
@@ -71,6 +96,28 @@ def test_gdpa_block_and_rotary_name_what_is_wrong():
         rope(X, OFFSETS, base=0.0)
     with pytest.raises(ValueError, match="t_scale must be positive; got 0"):
         rote(X, torch.zeros(6), t_scale=0.0)
+
+
+def test_norms_projections_and_sequences_name_what_is_wrong():
+    x = X.flatten(1)
+    with pytest.raises(TypeError, match="eps must be a number; got str"):
+        rms_norm(x, eps="1e-6")
+    with pytest.raises(ValueError, match="eps must be positive; got 0"):
+        norm_linear(x, x[0], x, eps=0.0)
+    with pytest.raises(ValueError, match="heads must be at least 1; got 0"):
+        gated_heads(x, 4, 0)
+    with pytest.raises(TypeError, match="hidden must be an int; got float"):
+        gated_heads(x, 4.0, 2)
+    with pytest.raises(TypeError, match="heads must be an int; got tuple"):
+        rotary_heads(x, (2, 2), (None, None))
+    with pytest.raises(TypeError, match="turns must be a sequence of Turn; got int"):
+        rotary_heads(x, 2, (None, None), turns=1)
+    with pytest.raises(TypeError, match="k must be an int; got float"):
+        most_recent(x, OFFSETS, 2.5)
+    with pytest.raises(TypeError, match="longest must be an int; got float"):
+        jagged_to_padded(x, OFFSETS, 4.0)
+    with pytest.raises(ValueError, match="a_total must be from 0 to the number of tokens, 6; got 7"):
+        jagged_split(x, OFFSETS, OFFSETS, 7)
 
 
 def test_offsets_can_be_checked_by_hand():

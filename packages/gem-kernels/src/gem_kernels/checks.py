@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,30 @@ def check_heads(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64; got {x.dtype}")
 
 
+def check_number(name: str, value: float, *, positive: bool = False) -> float:
+    """`value` as a float; it must be a finite number, and with `positive` above 0."""
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
+    if not torch.compiler.is_compiling() and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite; got {value}")
+    if positive and value <= 0:
+        raise ValueError(f"{name} must be positive; got {value}")
+    return float(value)
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """`value` must be an int, `least` or more."""
+    if not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of the scores, 1 / sqrt(head_dim) where none is given."""
+    return 1.0 / math.sqrt(head_dim) if scale is None else check_number("scale", scale)
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q [Tq, H, D] and k, v [Tk, Hkv, D] must agree in dtype, device and head size, and Hkv must divide H."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -33,6 +59,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k and v must have one shape [Tk, Hkv, D]; got {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q and k must have the same head dimension; got {q.shape[2]} and {k.shape[2]}")
+    if q.shape[2] == 0:
+        raise ValueError(f"the head dimension must be at least 1; q is {tuple(q.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"the number of key heads must divide that of query heads; got {k.shape[1]} and {q.shape[1]}")
 
@@ -51,6 +79,8 @@ def check_problem(
     """All that attention asks of its operands; offsets' values are read on a CPU, and on a GPU only with `validate`."""
     check_qkv(q, k, v)
     values = validate or q.device.type == "cpu"
+    check_count("max_q", max_q, 0)
+    check_count("max_k", max_k, 0)
     check_offsets("k_offsets", k_offsets, k.shape[0], max_k, q.device, values=values)
     if q_offsets is None:
         if max_q != q.shape[0]:
@@ -79,10 +109,7 @@ def check_offsets(name: str, offsets: Tensor, total: int, max_len: int, device: 
         raise ValueError(f"{name} must be [B + 1]; got {tuple(offsets.shape)}")
     if offsets.device != device:
         raise ValueError(f"{name} must be on {device} with the values; it is on {offsets.device}")
-    if not isinstance(max_len, (int, torch.SymInt)):
-        raise TypeError(f"the maximal length that goes with {name} must be an int; got {type(max_len).__name__}")
-    if max_len < 0:
-        raise ValueError(f"the maximal length that goes with {name} must not be negative; got {max_len}")
+    check_count(f"the maximal length that goes with {name}", max_len, 0)
     if values and not torch.compiler.is_compiling():
         _check_values(name, offsets, total, max_len)
 
@@ -107,12 +134,19 @@ def normalise_window(causal: bool, window: tuple[int | None, int | None] | None)
     if window is None:
         left = right = UNLIMITED
     else:
-        if len(window) != 2:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise ValueError(f"window must be (left, right); got {window!r}")
+        if not all(side is None or isinstance(side, (int, torch.SymInt)) for side in window):
+            raise TypeError(f"window sides must be ints or None; got {window!r}")
         left, right = (UNLIMITED if side is None else int(side) for side in window)
         if min(left, right) < UNLIMITED:
             raise ValueError(f"window sides must be non-negative, or -1 or None for unlimited; got {window!r}")
     return left, 0 if causal else right
+
+
+def dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Vectors as kernels read them, one number after the other; a column of a matrix, say, is copied."""
+    return tuple(None if x is None else x.contiguous() for x in tensors)
 
 
 def check_bias(bias: Tensor, q: Tensor, batch: int, max_q: int, max_k: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from gem_kernels import dispatch
 from gem_kernels.block_attention import reference
-from gem_kernels.checks import check_heads, check_offsets, check_qkv
+from gem_kernels.checks import check_heads, check_number, check_offsets, check_qkv, check_scale
 from gem_kernels.gdpa.activations import check_activation
 from gem_kernels.operator import operator
 from gem_kernels.rotary import Rope
@@ -123,7 +122,7 @@ def _split(qkv: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
 
 
 def _as_rope(rope: Rope | float | None) -> Rope | None:
-    return rope if rope is None or isinstance(rope, Rope) else Rope(base=float(rope))
+    return rope if rope is None or isinstance(rope, Rope) else Rope(base=check_number("rope, if it is no Rope,", rope))
 
 
 def _check(
@@ -143,7 +142,7 @@ def _check(
         check_activation(activation)
     if rope is not None:
         rope.check(q)
-    return 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)
+    return check_scale(scale, q.shape[2])
 
 
 def _choose(q: Tensor, k: Tensor, block: int, activation: str | None, rope: Rope | None, backend: str | None) -> str:
@@ -186,7 +185,7 @@ def _options(
     if rope is None:
         return blocks, None, block, scale, activation, None, False, backend
     counted = rope.positions is None and not rope.values
-    positions = None if counted else rope.at(q, offsets).float()
+    positions = None if counted else rope.at(q, offsets).float().contiguous()
     return blocks, positions, block, scale, activation, float(rope.base), rope.values, backend
 
 

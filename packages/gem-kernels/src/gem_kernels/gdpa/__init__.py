@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 from torch import Tensor
 
 from gem_kernels import dispatch
-from gem_kernels.checks import check_problem, normalise_window
+from gem_kernels.checks import check_number, check_problem, check_scale, dense, normalise_window
 from gem_kernels.gdpa import reference
 from gem_kernels.gdpa.activations import ACTIVATIONS, resolve
 from gem_kernels.operator import operator
@@ -80,8 +79,8 @@ def gdpa(
     if residual is not None:
         _check_residual(residual, q, q_offsets, k_offsets)
     left, right = normalise_window(causal, window)
-    scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)
-    out_scale = float(out_scale)
+    scale = check_scale(scale, q.shape[2])
+    out_scale = check_number("out_scale", out_scale)
     wanted = {
         f"activation:{activation}": True,
         "causal": causal,
@@ -106,6 +105,7 @@ def gdpa(
             right=right,
             residual=residual,
         )
+    q_offsets, k_offsets = dense(q_offsets, k_offsets)  # type: ignore[assignment]
     tensors, where = (q, k, v, q_offsets, k_offsets, residual), (max_q, max_k)
     return cast(Tensor, _forward(*tensors, *where, activation, scale, out_scale, left, right, name))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gem_kernels import dispatch
-from gem_kernels.checks import check_bias, check_problem, normalise_window
+from gem_kernels.checks import check_bias, check_problem, check_scale, dense, normalise_window
 from gem_kernels.jagged_attention import reference
 from gem_kernels.operator import operator
 
@@ -74,7 +73,7 @@ def jagged_attention(
     if bias is not None:
         check_bias(bias, q, k_offsets.shape[0] - 1, max_q, max_k)
     left, right = normalise_window(causal, window)
-    scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)
+    scale = check_scale(scale, q.shape[2])
 
     wanted = {
         "bias": bias is not None,
@@ -101,6 +100,7 @@ def jagged_attention(
             return_lse=return_lse,
         )
     else:
+        q_offsets, k_offsets = dense(q_offsets, k_offsets)  # type: ignore[assignment]
         out, lse = _forward(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, left, right, name)
     if return_lse:
         assert lse is not None

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gem_kernels import dispatch
-from gem_kernels.checks import FLOATS
+from gem_kernels.checks import FLOATS, check_number, dense
 from gem_kernels.norm_linear import reference
 from gem_kernels.norm_linear.operators import after, before
 from gem_kernels.norms import rms_norm
@@ -55,6 +55,7 @@ def norm_linear(
     name = dispatch.choose("norm_linear", x, backend, features)
     if name == dispatch.REFERENCE:
         return reference.norm_linear(x, gain, weight, bias, eps=float(eps))
+    gain, bias = dense(gain, bias)  # type: ignore[assignment]
     return before(x.flatten(0, -2), gain, weight, bias, float(eps), name).unflatten(0, x.shape[:-1])
 
 
@@ -99,6 +100,7 @@ def linear_norm(
     name = dispatch.choose("norm_linear", x, backend, ("after", f"width:{weight.shape[0]}"))
     if name == dispatch.REFERENCE:
         return reference.linear_norm(x, weight, gain, bias, eps=float(eps))
+    gain, bias = dense(gain, bias)  # type: ignore[assignment]
     return after(x.flatten(0, -2), weight, gain, bias, float(eps), name).unflatten(0, x.shape[:-1])
 
 
@@ -124,5 +126,4 @@ def _check(x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     for name, tensor in (("gain", gain), ("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} must be on {x.device} with x; it is on {tensor.device}")
-    if eps <= 0:
-        raise ValueError(f"eps must be positive; got {eps}")
+    check_number("eps", eps, positive=True)

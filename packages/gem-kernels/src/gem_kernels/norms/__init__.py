@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_kernels import dispatch
-from gem_kernels.checks import FLOATS
+from gem_kernels.checks import FLOATS, check_number
 from gem_kernels.norms import reference
 from gem_kernels.operator import operator
 
@@ -151,8 +151,7 @@ def _check(
         raise TypeError(f"x must be float16, bfloat16, float32 or float64; got {x.dtype}")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must be [..., C] with C at least 1; got {tuple(x.shape)}")
-    if eps <= 0:
-        raise ValueError(f"eps must be positive; got {eps}")
+    check_number("eps", eps, positive=True)
     if residual is not None:
         if residual.shape != x.shape or residual.dtype != x.dtype:
             raise ValueError(

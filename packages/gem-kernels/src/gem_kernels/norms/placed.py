@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gem_kernels.checks import dense
 from gem_kernels.projections.gates import shares, sum_up
 from gem_kernels.tiling import CompileCase, Tile, launch, load_rows, rows_of, signature, store_rows
 
@@ -156,6 +157,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """y and x + residual[places], [T, C] each; with `bare_eps`, also LayerNorm of that sum without weight and bias."""
     x, residual, (rows, width) = rows_of(x), rows_of(residual), x.shape
+    weight, bias = dense(weight, bias)
     y, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     bare = None if bare_eps is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     t = _tile(width, False)
@@ -178,6 +180,7 @@ def backward(
     weight, bias and residual_bias.
     """
     rows, width = total.shape
+    weight, bias = dense(weight, bias)
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     dresidual = torch.empty(rows + others.shape[0], width, dtype=total.dtype, device=total.device)
     clear = _tile(width, False)

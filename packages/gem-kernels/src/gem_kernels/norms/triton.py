@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gem_kernels import dispatch, tiling
+from gem_kernels.checks import dense
 from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature, strides
 
 __all__ = ["applies", "backward", "backward_with_rows", "backward_with_sums", "compile_cases", "forward"]
@@ -359,6 +360,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """y like x, and x + residual (nothing, [0], without a residual)."""
     width = x.shape[-1]
+    weight, bias = dense(weight, bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
     views, heads = _rows(x) if residual is None else _rows(x, residual)
@@ -419,6 +421,7 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`result`: what the forward pass made is written there."""
     width = total.shape[-1]
+    weight, bias = dense(weight, bias)
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     views, heads = _rows(total, dy) if dtotal is None else _rows(total, dy, dtotal)
     rows = total.numel() // width

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels import dispatch, jagged
-from gem_kernels.checks import check_heads, check_offsets
+from gem_kernels.checks import check_heads, check_number, check_offsets
 from gem_kernels.operator import operator
 from gem_kernels.rotary import reference
 
@@ -38,8 +38,7 @@ class Rope:
 def _check(x: Tensor, base: float, positions: Tensor | None) -> None:
     if x.shape[2] % 2:
         raise ValueError(f"rotary embedding needs an even head dimension; got {x.shape[2]}")
-    if base <= 0:
-        raise ValueError(f"base must be positive; got {base}")
+    check_number("base", base, positive=True)
     if positions is not None and positions.shape != x.shape[:1]:
         raise ValueError(f"positions must be [{x.shape[0]}], one for each token; got {tuple(positions.shape)}")
     if positions is not None and positions.device != x.device:
@@ -123,8 +122,7 @@ def rote(x: Tensor, elapsed: Tensor, *, t_scale: float, base: float = 10000.0, b
 
 def rote_positions(elapsed: Tensor, t_scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """ROTE's positions, log(1 + elapsed / t_scale): for `rope`, and for `Rope` where an operator fuses it."""
-    if t_scale <= 0:
-        raise ValueError(f"t_scale must be positive; got {t_scale}")
+    check_number("t_scale", t_scale, positive=True)
     return torch.log1p(elapsed.to(dtype) / t_scale)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels import dispatch
-from gem_kernels.checks import FLOATS, check_offsets
+from gem_kernels.checks import FLOATS, check_count, check_offsets
 from gem_kernels.operator import operator
 from gem_kernels.sequences import reference
 
@@ -38,8 +38,7 @@ def most_recent(
     """
     rows = _rows("values", values)
     _check_offsets("offsets", offsets, rows, validate)
-    if k < 1:
-        raise ValueError(f"k must be at least 1; got {k}")
+    check_count("k", k, 1)
     name = dispatch.choose("sequences", rows, backend, ())
     if name == dispatch.REFERENCE:
         out = reference.most_recent(rows, offsets, k)
@@ -106,7 +105,8 @@ def jagged_split(
         TypeError, ValueError, RuntimeError: as `most_recent`.
     """
     rows = _rows("values", values)
-    if not 0 <= a_total <= values.shape[0]:
+    check_count("a_total", a_total, 0)
+    if a_total > values.shape[0]:
         raise ValueError(f"a_total must be from 0 to the number of tokens, {values.shape[0]}; got {a_total}")
     _check_offsets("a_offsets", a_offsets, rows[:a_total], validate)
     _check_offsets("b_offsets", b_offsets, rows[a_total:], validate)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gem_kernels import dispatch
+from gem_kernels.checks import check_count
 from gem_kernels.operator import operator
 from gem_kernels.sequences import _as, _check_offsets, _rows, reference
 
@@ -36,8 +37,7 @@ def jagged_to_padded(
     """
     rows = _rows("values", values)
     _check_offsets("offsets", offsets, rows, validate)
-    if longest < 1:
-        raise ValueError(f"longest must be at least 1; got {longest}")
+    check_count("longest", longest, 1)
     name = dispatch.choose("sequences", rows, backend, ())
     if name == dispatch.REFERENCE:
         out = reference.to_padded(rows, offsets, longest)
@@ -67,8 +67,7 @@ def padded_to_jagged(
         raise ValueError(
             f"padded must be [B, L, ...] for offsets [B + 1]; got {tuple(padded.shape)} and {tuple(offsets.shape)}"
         )
-    if total < 0:
-        raise ValueError(f"total must not be negative; got {total}")
+    check_count("total", total, 0)
     rows = _rows("padded", padded.flatten(0, 1))
     _check_offsets("offsets", offsets, rows.new_empty(total, 0), validate)
     name = dispatch.choose("sequences", rows, backend, ())

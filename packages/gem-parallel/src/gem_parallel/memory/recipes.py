@@ -198,7 +198,7 @@ RECIPES = {
     "gem_kernels.stream._Recent": Recipe(label="norm", again=_recent),
     "gem_kernels.stream._Placed": Recipe(label="norm", again=_placed),
     "gem_kernels.stream._PlacedTwice": Recipe(label="norm", again=_placed),
-    "gem_kernels.projections._Gated": Recipe(label="gate", again=_gated, which=lambda ctx: (0, 1)),
-    "gem_kernels.projections._Rotary": Recipe(label="rotary", again=_rotary, which=_turned),
+    "gem_kernels.projections.gated._Gated": Recipe(label="gate", again=_gated, which=lambda ctx: (0, 1)),
+    "gem_kernels.projections.rotary._Rotary": Recipe(label="rotary", again=_rotary, which=_turned),
     "gem_kernels::gdpa": Recipe(label="gdpa", again=lambda ctx: (_forward(ctx, *ctx.saved_tensors, *ctx.rest),)),
 }

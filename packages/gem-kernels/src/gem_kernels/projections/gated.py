@@ -1,0 +1,183 @@
+"""Gates between projections: SwiGLU's product beside heads of q, and a sigmoid gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gem_kernels import dispatch
+from gem_kernels.checks import FLOATS, check_count, dense
+from gem_kernels.operator import operator
+from gem_kernels.projections import reference
+from gem_kernels.projections.checks import check_bias, check_packed, check_vector
+
+__all__ = ["gated_heads", "sigmoid_gate"]
+
+
+def gated_heads(
+    packed: Tensor,
+    hidden: int,
+    heads: int,
+    weight: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The parts of [gate || up || q] = packed: SwiGLU's product, and heads of q, each divided by its root mean square::
+
+        h = silu(gate) * up        q_h = q_h / sqrt(mean(q_h^2) + eps) * weight      in float32
+
+    Args:
+        packed: [T, 2 hidden + H D] float16, bfloat16, float32 or float64.
+        hidden: columns of gate and of up, at least 1.
+        heads: H. There may be no q: D = 0.
+        weight: [D] floating; without it q is as it is.
+        bias: [2 hidden + H D] floating, the projection's, which packed holds already. Its gradient is made here, where
+            packed's is, so the projection should be given `bias.detach()`; otherwise it would count twice.
+        eps: added to the mean square, positive.
+        backend: "reference" or "triton"; None lets `dispatch` choose.
+
+    Returns:
+        h [T, hidden] and q [T, H, D] in packed's dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or eps that do not fit.
+        RuntimeError: the backend asked for cannot run this.
+
+    Sources: Shazeer, 2020 (GLU variants); Henry et al., 2020 (query-key normalisation).
+    """
+    check_count("hidden", hidden, 1)
+    check_count("heads", heads, 1)
+    check_packed(packed, heads, 2 * hidden, (weight,), eps)
+    width = packed.shape[1] - 2 * hidden
+    if weight is not None:
+        check_vector("weight", weight, width // heads)
+    check_bias(bias, packed)
+    name = dispatch.choose("projections", packed, backend, (f"head:{width // heads}",))
+    if name == dispatch.REFERENCE:
+        return reference.gated_heads(reference.with_bias(packed, bias), hidden, heads, weight, float(eps))
+    weight, bias = dense(weight, bias)
+    return _Gated.apply(packed, weight, bias, hidden, heads, float(eps), name)  # type: ignore[no-any-return]
+
+
+def sigmoid_gate(x: Tensor, logits: Tensor, *, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
+    """y = x * sigmoid(logits), in float32.
+
+    Args:
+        x: [..., C] float16, bfloat16, float32 or float64.
+        logits: like x.
+        bias: [C] floating, which the logits hold already, as in `gated_heads`.
+        backend: "reference" or "triton"; None lets `dispatch` choose.
+
+    Returns:
+        y [..., C] in x's dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or devices that do not fit.
+        RuntimeError: the backend asked for cannot run this.
+    """
+    if x.dtype not in FLOATS or logits.dtype != x.dtype:
+        raise TypeError(f"x and logits must be of one floating dtype; got {x.dtype} and {logits.dtype}")
+    if x.dim() == 0 or logits.shape != x.shape or logits.device != x.device:
+        raise ValueError(
+            f"logits must be like x, {tuple(x.shape)} on {x.device}; got {tuple(logits.shape)} on {logits.device}"
+        )
+    if bias is not None:
+        check_vector("bias", bias, x.shape[-1])
+    name = dispatch.choose("projections", x, backend, ())
+    if name == dispatch.REFERENCE or x.numel() == 0:
+        return reference.sigmoid_gate(x, reference.with_bias(logits, bias))
+    return _Sigmoid.apply(x, logits, bias, name)  # type: ignore[no-any-return]
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(packed, weight, bias)
+        ctx.rest = rest
+        return _gated(packed, weight, *rest)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dgated: Tensor, dq: Tensor) -> tuple[Any, ...]:
+        packed, weight, bias = ctx.saved_tensors
+        dpacked, dweight, dbias = _gated_backward(dgated, dq, packed, weight, bias, *ctx.rest)
+        return dpacked, None if weight is None else dweight, None if bias is None else dbias, *(None,) * 4
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, logits: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+        ctx.save_for_backward(x, logits, bias)
+        ctx.backend = backend
+        return _sigmoid(x, logits, backend)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, logits, bias = ctx.saved_tensors
+        dx, dlogits, dbias = _sigmoid_backward(dy, x, logits, bias, ctx.backend)
+        return dx, dlogits, None if bias is None else dbias, None
+
+
+@operator("gated_heads")
+def _gated(
+    packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    return dispatch.module("projections", backend).gated(packed, weight, hidden, heads, eps)  # type: ignore[no-any-return]
+
+
+@_gated.register_fake
+def _(packed, weight, hidden, heads, eps, backend):  # type: ignore[no-untyped-def]
+    rows = packed.shape[0]
+    return packed.new_empty(rows, hidden), packed.new_empty(rows, heads, (packed.shape[1] - 2 * hidden) // heads)
+
+
+@operator("gated_heads_backward")
+def _gated_backward(
+    dgated: Tensor,
+    dq: Tensor,
+    packed: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    hidden: int,
+    heads: int,
+    eps: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = dispatch.module("projections", backend).gated_backward
+    return backward(dgated, dq, packed, weight, bias, hidden, heads, eps)  # type: ignore[no-any-return]
+
+
+@_gated_backward.register_fake
+def _(dgated, dq, packed, weight, bias, *_rest):  # type: ignore[no-untyped-def]
+    vectors = (packed.new_empty(0) if v is None else v.new_empty(v.shape) for v in (weight, bias))
+    return packed.new_empty(packed.shape), *vectors
+
+
+@operator("sigmoid_gate")
+def _sigmoid(x: Tensor, logits: Tensor, backend: str) -> Tensor:
+    return dispatch.module("projections", backend).sigmoid(x, logits)  # type: ignore[no-any-return]
+
+
+@_sigmoid.register_fake
+def _(x, logits, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
+@operator("sigmoid_gate_backward")
+def _sigmoid_backward(
+    dy: Tensor, x: Tensor, logits: Tensor, bias: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return dispatch.module("projections", backend).sigmoid_backward(dy, x, logits, bias)  # type: ignore[no-any-return]
+
+
+@_sigmoid_backward.register_fake
+def _(dy, x, logits, bias, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
