@@ -85,6 +85,8 @@ def programs(device: torch.device) -> int:
 
 
 def _check(name: str, q: QTensor) -> None:
+    if not isinstance(q, QTensor):
+        raise TypeError(f"{name} must be a QTensor, got {type(q).__name__}")
     if q.spec.element is not E4M3 or q.spec.block not in ((1, DEPTH), (DEPTH, DEPTH)) or q.spec.scale == "e8m0":
         raise ValueError(f"{name} must be E4M3 in blocks of 1 x 128 or 128 x 128 with float32 scales, got {q.spec}")
     if q.dim != -1 or len(q.shape) != 2:
@@ -145,8 +147,8 @@ def block_matmul(
 
     `a` has a scale for each row and 128 of K (FP8_1X128), `b` the same or one for each 128 x 128 (FP8_128X128).
     `bias` [N]. `dtype` is bfloat16, float16 or float32. `config` and the number of parts that K is cut into, `splits`,
-    are chosen by shape if not given; the result does not depend on the order in which programs finish. Raises
-    ValueError for operands that do not fit.
+    are chosen by shape if not given; the result does not depend on the order in which programs finish. On Hopper cards
+    alone. Raises TypeError or ValueError for operands that do not fit.
     """
     from gem_lowprec.hopper import gemm_kernel
 
@@ -159,12 +161,18 @@ def block_matmul(
     if dtype not in OUTPUTS:
         raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
     (m, k), n = a.shape, b.shape[0]
+    for name, given in (("b", b.data), ("bias", bias)):
+        if given is not None and given.device != a.data.device:
+            raise ValueError(f"{name} must be on {a.data.device} with a, got {given.device}")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"bias must be [{n}], got {list(bias.shape)}")
     if 0 in (m, n, k):
         out = a.data.new_zeros(m, n, dtype=dtype)
         return out if bias is None else out + bias.to(dtype)
+    if not a.data.is_cuda:
+        raise ValueError(f"the product runs on Hopper cards alone, the operands are on {a.data.device}")
     a, b = operand(a), operand(b)
+    bias = None if bias is None else bias.contiguous()
     by_rows = b.spec.block[0] == 1
     k_blocks, sms = -(-k // DEPTH), programs(a.data.device)
     chosen, parts = choose(m, n, k_blocks, sms, by_rows=by_rows)

@@ -90,9 +90,12 @@ def convert(
     not make faster there stay as they are, announced once (`Recipe.fallback`), but for projections that write what FP8
     attention reads.
 
-    Raises ValueError for an unknown recipe, for a model that already holds converted layers, for a model that is
-    itself a Linear (nothing to replace it in), and for a rule that matches no layer.
+    Raises TypeError for what is no module or recipe; ValueError for an unknown recipe, for a model that already holds
+    converted layers, for a model that is itself a Linear (nothing to replace it in), and for a rule that matches no
+    layer.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     recipe = get_recipe(recipe)
     linears = list(_linears(model))
     done = [name for name, module in linears if isinstance(module, LowPrecisionLinear)]

@@ -40,6 +40,8 @@ def hadamard(x: Tensor, signs: Tensor, *, block: int = 32, dim: int = -1, invers
     length of 100 with block 32 is 32 + 32 + 32 + 4), so shapes are kept and the transform stays orthogonal. Computed
     in float32 (float64 for float64 inputs) and returned in the dtype of `x`.
     """
+    if x.ndim == 0 or not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must name a dimension of a tensor of shape {list(x.shape)}, got {dim}")
     n = x.shape[dim]
     if block < 1 or block & (block - 1):
         raise ValueError(f"block must be a power of two, got {block}")

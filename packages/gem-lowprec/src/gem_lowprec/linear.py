@@ -64,8 +64,10 @@ def low_precision_linear(
     x [..., K], weight [N, K], bias [N] -> [..., N] in the dtype of x, or in autocast's where that is on. `seed`,
     `stream` (one per layer) and `clock` select the random numbers. `given` is Q(X) where somebody has made it; a `sink`
     gets the product's operands instead of Y being written (`gem_lowprec.products`). Raises ValueError for shapes that
-    do not fit.
+    do not fit, TypeError for `products` that are none.
     """
+    if not isinstance(products, Products):
+        raise TypeError(f"products must be Products, got {products!r}")
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"expected x [..., K] and weight [N, K], got {list(x.shape)} and {list(weight.shape)}")
     dtype = _dtype(x)

@@ -55,13 +55,17 @@ def _mx_gemm(
 def mx_matmul(a: QTensor, b: QTensor, dtype: torch.dtype) -> Tensor:
     """C[M, N] = A[M, K] B[N, K]^T as `dtype` (bfloat16, float16 or float32), accumulated in float32.
 
-    Both operands are E4M3 with one E8M0 scale per 32 of K (MXFP8), on CUDA. Raises ValueError for others.
+    Both operands are E4M3 with one E8M0 scale per 32 of K (MXFP8), on CUDA. Raises TypeError or ValueError for others.
     """
     for name, q in (("a", a), ("b", b)):
+        if not isinstance(q, QTensor):
+            raise TypeError(f"{name} must be a QTensor, got {type(q).__name__}")
         if q.spec.element is not E4M3 or q.spec.block != (1, BLOCK) or q.spec.scale != "e8m0" or q.dim != -1:
             raise ValueError(f"{name} must be MXFP8 along its last dim, got {q.spec} along {q.dim}")
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"expected [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}")
+    if a.data.device != b.data.device:
+        raise ValueError(f"a and b must be on one device, got {a.data.device} and {b.data.device}")
     (m, k), n = a.shape, b.shape[0]
     out = torch.empty(m, n, dtype=dtype, device=a.data.device)
     data = [q.data.contiguous() for q in (a, b)]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from gem_kernels.checks import dense
 from gem_kernels.tiling import CompileCase, Tile, launch
 from torch import Tensor
 
@@ -199,7 +200,7 @@ def quantize_both(
         col_scale = x.new_empty((down, _up(cols, 4)), dtype=f32)
     if sums:
         partial = x.new_empty((down, cols), dtype=f32)
-    gain, bias, rstd, mean = (x,) * 4 if norm is None else (norm.gain, norm.bias, norm.rstd, norm.mean)
+    gain, bias, rstd, mean = (x,) * 4 if norm is None else dense(norm.gain, norm.bias, norm.rstd, norm.mean)
     arguments = (
         x, x if mean is None else mean, rstd, gain, x if bias is None else bias,
         data, row_scale, turned, col_scale, partial, rows, cols,

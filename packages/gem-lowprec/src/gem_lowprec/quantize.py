@@ -151,11 +151,17 @@ def quantize(
     CUDA or in Triton's interpreter, for FP8 elements in blocks of powers of two up to 128 or in whole rows. None takes
     the kernel on CUDA for what it does, and the reference elsewhere.
 
-    Raises TypeError for integers, ValueError for shapes the block does not fit, for an unknown backend and for what
-    the Triton kernels do not do.
+    Raises TypeError for integers and for arguments of other types, ValueError for shapes the block does not fit, for an
+    unknown backend and for what the Triton kernels do not do.
     """
     if backend not in (None, "reference", "triton"):
         raise ValueError(f"backend must be None, 'reference' or 'triton', got {backend!r}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"quantize expects a tensor, got {type(x).__name__}")
+    if not isinstance(spec, QuantSpec):
+        raise TypeError(f"spec must be a QuantSpec such as MXFP8, got {spec!r}")
+    if randoms is not None and not isinstance(randoms, Randoms):
+        raise TypeError(f"randoms must be Randoms or None, got {randoms!r}")
     if not x.is_floating_point():
         raise TypeError(f"quantize expects a floating-point tensor, got {x.dtype}")
     if x.ndim == 0 or not -x.ndim <= dim < x.ndim:
@@ -207,7 +213,9 @@ def _quantize_triton(x: Tensor, spec: QuantSpec, dim: int, randoms: Randoms | No
 
 
 def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`q.dequantize(dtype)`: the float tensor that `q` stands for."""
+    """`q.dequantize(dtype)`: the float tensor that `q` stands for. Raises TypeError for what is not quantised."""
+    if not isinstance(q, QTensor):
+        raise TypeError(f"dequantize expects a QTensor, got {type(q).__name__}")
     return q.dequantize(dtype)
 
 

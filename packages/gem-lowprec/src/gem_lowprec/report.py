@@ -151,4 +151,6 @@ def watch(conversion: Conversion, *, every: int = 100, log: str | Path | None = 
     first; null for what is not finite]}, when the next step begins. On the other steps the cost is one comparison per
     operand. It replaces an earlier watch of the same layers.
     """
+    if not isinstance(conversion, Conversion):
+        raise TypeError(f"conversion must be what `convert` returned, got {type(conversion).__name__}")
     return Watch(conversion, every, None if log is None else Path(log))

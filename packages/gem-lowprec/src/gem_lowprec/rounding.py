@@ -62,6 +62,8 @@ def stochastic_round(x: Tensor, fmt: Format, randoms: Randoms) -> Tensor:
     range they saturate at +-max, where the expectation is of course no longer x; NaN and infinities are returned as
     they are. The probability is resolved to 2^-32 of a grid step.
     """
+    if not isinstance(randoms, Randoms):
+        raise TypeError(f"randoms must be Randoms, got {randoms!r}")
     value = x.to(torch.float32)
     magnitude = value.abs().double()
     _, exponent = torch.frexp(magnitude)  # magnitude = f * 2^exponent with f in [0.5, 1)

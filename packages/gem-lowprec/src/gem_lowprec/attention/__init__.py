@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 
 import torch
-from gem_kernels.checks import UNLIMITED, check_problem, normalise_window
+from gem_kernels.checks import UNLIMITED, check_problem, check_scale, normalise_window
 from torch import Tensor
 
 from gem_lowprec.attention.emulated import PRECISIONS, AttentionPrecision, Emulated, Problem
@@ -39,7 +38,8 @@ def low_precision_attention(
         S = scale Q(Q) Q(K)^T        P = softmax(S)        O = Q(P) Q(V)        LSE = log sum exp S
 
     Args:
-        q: [Tq, H, D]; with `q_offsets=None` learned queries [Lq, H, D] that every sample uses. Any floating dtype.
+        q: [Tq, H, D] float16, bfloat16, float32 or float64; with `q_offsets=None` learned queries [Lq, H, D] that every
+            sample uses.
         k: [Tk, Hkv, D] in q's dtype; Hkv divides H.
         v: [Tk, Hkv, D].
         q_offsets: [B + 1] int32 or int64, or None.
@@ -71,7 +71,7 @@ def low_precision_attention(
         raise ValueError(f"backend must be 'native', 'emulated' or None, got {backend!r}")
     check_problem(q, k, v, q_offsets, k_offsets, max_q, max_k, validate=False)
     left, right = normalise_window(causal, window)
-    scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale)
+    scale = check_scale(scale, q.shape[2])
     masked = left != UNLIMITED or right != UNLIMITED or scale <= 0
     runs = attention_engine(precision, q, masked=masked, shared=q_offsets is None)
     if backend == "native" and runs.name != "native":
@@ -80,7 +80,7 @@ def low_precision_attention(
         from gem_lowprec.attention.native import native_attention
 
         assert q_offsets is not None
-        out, lse = native_attention(q, k, v, q_offsets, k_offsets, max_q, max_k, scale)
+        out, lse = native_attention(q, k, v, q_offsets.contiguous(), k_offsets.contiguous(), max_q, max_k, scale)
     else:
         if backend is None:
             _say(precision, runs.why)
