@@ -8,8 +8,8 @@ import torch
 from gem_model import GEM, ModelInputs, Source, Table, preset
 from gem_model.buckets import BucketLinear
 from gem_model.embed import Tables
+from gem_model.history import History as Events
 from gem_model.hstu import HSTULayer
-from gem_model.sequence import History as Events
 from gem_model.sequence import HistoryAttention
 from gem_model.testing import example_inputs, random_batch
 from torch.nn import functional as F

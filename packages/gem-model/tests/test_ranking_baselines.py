@@ -14,8 +14,8 @@ from gem_model.baselines.dlrm import pair_products
 from gem_model.baselines.hstu import HSTULayer
 from gem_model.baselines.sasrec import Block
 from gem_model.baselines.sequential import SequentialConfig, append
+from gem_model.history import ROPE_BASE, ROTE_BASE, History
 from gem_model.roles import roles
-from gem_model.sequence import ROPE_BASE, ROTE_BASE, History
 from gem_model.testing import example_inputs, random_batch
 from torch import nn
 

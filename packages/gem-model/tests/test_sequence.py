@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from gem_kernels import most_recent, rotary_heads
 from gem_kernels.nn import RMSNorm
-from gem_model import preset, sequence
+from gem_model import preset
+from gem_model.history import ROPE_BASE, ROTE_BASE, History, place_events
 from gem_model.interformer import Tower
 from gem_model.projection import project_bare
-from gem_model.sequence import ROPE_BASE, ROTE_BASE, History, HistoryAttention, PersonalisedFFN, place_events
+from gem_model.sequence import HistoryAttention, PersonalisedFFN
 from gem_model.testing import RandomSequence
 
 LENGTHS = [4, 0, 7, 1]
@@ -214,7 +215,7 @@ def test_cls_tokens_ask_among_the_events_as_beside_them(attention, bare, monkeyp
     used = []
     if bare:
         monkeypatch.setattr(RMSNorm, "rows_twice", rows_twice)
-        monkeypatch.setattr(sequence, "project_bare", lambda *a: used.append(1) or project_bare(*a))
+        monkeypatch.setattr("gem_model.history.project_bare", lambda *a: used.append(1) or project_bare(*a))
     h = history(config.width)
     cls = torch.randn(4, 3, config.width, dtype=torch.float64, requires_grad=True)
     x_sum = torch.randn(4, config.n_sum, config.width, dtype=torch.float64, requires_grad=True)

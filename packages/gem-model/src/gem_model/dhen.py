@@ -13,8 +13,8 @@ from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
+from gem_model.history import uniform_offsets
 from gem_model.interaction import FactorizationMachine, TokenMix, aligned, mixed_together
-from gem_model.sequence import uniform_offsets
 
 
 class WukongExpert(nn.Module):

@@ -23,7 +23,7 @@ from gem_model.batch import BatchLike
 from gem_model.config import PLACES, GemConfig, ModelInputs, Source
 from gem_model.dropout import Dropout
 from gem_model.embed import Rows, pick, sum_pool
-from gem_model.sequence import History, answers, askers
+from gem_model.history import History, answers, askers
 
 SHY = 0.6  # of the usual size of q and k: at first an event's weight depends more on its time than on its kind
 FEW = 10.0  # events after which a user's vector is no longer mostly held back

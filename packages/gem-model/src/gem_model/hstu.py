@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from gem_kernels import Turn, gdpa, rotary_heads
+from gem_kernels import gdpa, rotary_heads
 from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
-from gem_model.sequence import ROPE_BASE, ROTE_BASE, HeadNorms, History, answers, askers
+from gem_model.history import History, answers, askers, turns
+from gem_model.sequence import HeadNorms
 
 
 class HSTULayer(nn.Module):
@@ -43,15 +44,15 @@ class HSTULayer(nn.Module):
         """History of [T, d] tokens, CLS [B, C, d] and X_sum [B, n_sum, d] -> history and CLS."""
         history = history.settled()
         packed, weights = F.silu(self.up(history.tokens)), self.norms.weights
-        turns = self._turns(history)
+        rotated = turns(history, self.rotary)
         if self.events_attend:
             u, qkv = packed.split((self.width, 3 * self.width), dim=1)
-            q, k, v = rotary_heads(qkv.contiguous(), self.heads, weights, turns=turns)
+            q, k, v = rotary_heads(qkv.contiguous(), self.heads, weights, turns=rotated)
             window = None if self.window is None else (self.window, self.window)
             told = self._told(q, k, v, history.offsets, history, history.max_len, causal=self.causal, window=window)
             history = history.plus(self.out(self.norm(told) * u), None)
         else:
-            k, v = rotary_heads(packed, self.heads, weights[1:], turns=turns)
+            k, v = rotary_heads(packed, self.heads, weights[1:], turns=rotated)
         history.meet()  # X_sum, for which the events need not wait
         cls = cls + F.pad(x_sum, (0, 0, 0, cls.shape[1] - x_sum.shape[1]))
         asking, offsets, most = askers(cls, history)
@@ -59,10 +60,6 @@ class HSTULayer(nn.Module):
         q = self.norms.q(q.unflatten(1, (self.heads, -1))).to(k.dtype)
         told = self.out(self.norm(self._told(q, k, v, offsets, history, most)) * u).view(cls.shape)
         return history, cls + answers(told, history)
-
-    def _turns(self, history: History) -> list[Turn]:
-        rank, age = Turn(positions=history.rank, base=ROPE_BASE), Turn(positions=history.age, base=ROTE_BASE)
-        return {"none": [], "position": [rank], "time": [age], "both": [rank, age]}[self.rotary]
 
     def _told(
         self,

@@ -16,13 +16,14 @@ from gem_model.casting import cast_once
 from gem_model.config import GemConfig
 from gem_model.dhen import DHEN
 from gem_model.dropout import Dropout
+from gem_model.history import History
 from gem_model.hstu import HSTULayer
 from gem_model.interaction import TokenMix, Wukong
 from gem_model.lanes import along
 from gem_model.names import ByName
 from gem_model.pooling import make_pool, pool
 from gem_model.projection import project, unaligned, with_bias, working_dtype
-from gem_model.sequence import History, SequenceLayer
+from gem_model.sequence import SequenceLayer
 
 
 class Gating(nn.Module):

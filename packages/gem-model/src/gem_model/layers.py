@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gem_model.casting import cast_once
+from gem_model.history import History
 from gem_model.lanes import Lanes
-from gem_model.sequence import History
 
 Inputs = tuple[Tensor, dict[str, History], dict[str, Tensor]]  # X [B, N, d], histories and CLS tokens by source
 

@@ -13,9 +13,9 @@ from gem_kernels.nn import PMA, LayerNorm, NormLinear
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
+from gem_model.history import History, Seats
 from gem_model.interaction import TokenMix, mix_tokens
 from gem_model.projection import hooked, plain
-from gem_model.sequence import History, Seats
 
 KRONECKER_TERMS = 2
 

@@ -16,8 +16,8 @@ from gem_model.config import ModelInputs
 from gem_model.dropout import Dropout
 from gem_model.embed import EventEncoder, FeatureEncoder, Rows, Tables, Widths, pick
 from gem_model.heads import log_loss
+from gem_model.history import History, place_events
 from gem_model.names import ByName
-from gem_model.sequence import History, place_events
 from gem_model.sharing import Requests
 
 DENSE_LIMIT = 8.0  # standard deviations; beyond them a dense feature is clipped

@@ -16,9 +16,9 @@ from gem_model.config import ModelInputs, Source
 from gem_model.dropout import Dropout
 from gem_model.embed import Rows, pick, sum_pool
 from gem_model.heads import float32, rate_logits
+from gem_model.history import place_events
 from gem_model.init import HEAD_INIT
 from gem_model.ranker import Ranker
-from gem_model.sequence import place_events
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gem_model.baselines.sequential import SequentialBaseline, SequentialConfig
 from gem_model.config import Source
 from gem_model.dropout import Dropout
-from gem_model.sequence import ROPE_BASE, ROTE_BASE, History
+from gem_model.history import ROPE_BASE, ROTE_BASE, History
 
 
 class HSTULayer(nn.Module):

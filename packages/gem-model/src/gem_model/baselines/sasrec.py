@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gem_model.baselines.sequential import SequentialBaseline, SequentialConfig
 from gem_model.config import Source
 from gem_model.dropout import Dropout
-from gem_model.sequence import History
+from gem_model.history import History
 
 POSITIONS = 1024  # of a source that does not say how long its histories are; older events share the last position
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from gem_model.baselines.base import Baseline, BaselineConfig, at_least_one
 from gem_model.batch import BatchLike
 from gem_model.config import ModelInputs, Source
+from gem_model.history import History
 from gem_model.names import ByName, key
-from gem_model.sequence import History
 
 
 @dataclass(frozen=True, kw_only=True)
