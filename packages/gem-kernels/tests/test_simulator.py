@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(not dispatch.interpreting(), reason="plain Trito
 LQ, LK = [1, 0, 65, 130, 64, 30, 0], [3, 5, 130, 200, 64, 0, 0]
 SHORT = [8, 1, 0, 3, 64, 17, 2, 0, 63, 5]
 RACES = {"race", "uninitialised"}
+ANY = {"barrier", "deadlock", *RACES}
 ERROR = 8e-3  # of bfloat16 results, relative
 
 
@@ -226,6 +227,7 @@ def test_projection_and_norm(name: str, before: bool) -> None:
 
 # What is broken on purpose: {kernel: (text, other text)}, what runs it, and what may be reported.
 FENCE = "    fence_async_shared()\n"
+BYTES = "q_desc.block_type.nbytes"
 ONCE = {"lq": SHORT, "lk": SHORT, "config": "3x64-once", "backward": False}
 LONG = {"config": "3x64", "backward": False}
 STREAM = {"way": "stream"}
@@ -237,14 +239,14 @@ BROKEN = {
         {short_backward._put: ("fence_async_shared()", "if rows >= BLOCK:\n        fence_async_shared()")},
         {"way": "short-keys", "lk": SHORT, "lq": SHORT}, {"proxy"},
     ),
-    "a stage too few": ({loaders.load_keys: ("s = step % KS", "s = step % (KS - 1)")}, LONG, {"barrier", "deadlock", *RACES}),
+    "a stage too few": ({loaders.load_keys: ("s = step % KS", "s = step % (KS - 1)")}, LONG, ANY),
     "the other parity": (
         {loaders.load_keys: ("mbarrier.wait(k_empty.index(s), phase ^ 1)", "mbarrier.wait(k_empty.index(s), phase)")},
         LONG, {"deadlock"},
     ),
     "a parity that is a phase behind": (
         {query_gradient._consumer: ("phase = (step // KS) & 1", "phase = (step // KS + 1) & 1")},
-        STREAM, {"barrier", "deadlock", "uninitialised", *RACES},
+        STREAM, ANY,
     ),
     "barriers of blocks, not of consumers": (
         {
@@ -265,11 +267,11 @@ BROKEN = {
         None, {"race"},
     ),
     "bytes that do not come": (
-        {loaders.load_queries: ("expect(full, q_desc.block_type.nbytes)", "expect(full, 2 * q_desc.block_type.nbytes)")},
+        {loaders.load_queries: (f"expect(full, {BYTES})", f"expect(full, 2 * {BYTES})")},
         ONCE, {"deadlock"},
     ),
     "bytes that were not expected": (
-        {loaders.load_queries: ("expect(full, q_desc.block_type.nbytes)", "expect(full, q_desc.block_type.nbytes // 2)")},
+        {loaders.load_queries: (f"expect(full, {BYTES})", f"expect(full, {BYTES} // 2)")},
         ONCE, {"barrier"},
     ),
     "an arrival too many": (

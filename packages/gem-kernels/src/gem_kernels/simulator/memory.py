@@ -168,7 +168,7 @@ class View:
         """One of the first dimension."""
         n = int(i)
         if not 0 <= n < self.shape[0]:
-            raise Fault("bounds", f"index {n} of {self.shape[0]} in {self.buffer.name}")
+            return Outside(Fault("bounds", f"index {n} of {self.shape[0]} in {self.buffer.name}"))
         return View(self.buffer, self.dtype, self.tensor[n])
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> View:
@@ -222,6 +222,16 @@ class View:
     def unwritten(self) -> Fault:
         """What to raise of it where it is not."""
         return Fault("uninitialised", f"{self.buffer.name} is read from byte {self.first} on, which nobody has written")
+
+
+class Outside(View):
+    """A view beyond a buffer's end: nothing is wrong until it is used."""
+
+    def __init__(self, because: Fault) -> None:
+        self.because = because
+
+    def __getattr__(self, _name: str) -> Any:
+        raise self.because
 
 
 class Descriptor:
