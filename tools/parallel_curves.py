@@ -44,12 +44,13 @@ def memory(results: list[dict[str, Any]], axes: Any) -> None:
 
 
 def scaling(results: list[dict[str, Any]], axes: Any) -> None:
-    """Ratios by row, a group of bars for each number of cards: those of its last file."""
+    """Ratios by row, a group of bars for each number of cards: those of its last file. Rows that failed have none."""
     results = list({result["world"]: result for result in results}.values())
-    names = list(dict.fromkeys(row["case"] for result in results for row in result["rows"] if row["case"] != "alone"))
+    measured = [row for result in results for row in result["rows"] if "ratio" in row and row["case"] != "alone"]
+    names = list(dict.fromkeys(row["case"] for row in measured))
     width = 0.8 / len(results)
     for index, result in enumerate(sorted(results, key=lambda r: r["world"])):
-        rows = {row["case"]: row for row in result["rows"]}
+        rows = {row["case"]: row for row in result["rows"] if "ratio" in row}
         xs = [i + index * width for i, name in enumerate(names) if name in rows]
         axes.bar(xs, [rows[n]["ratio"] for n in names if n in rows], width, label=f"{result['world']} cards")
         planned = [

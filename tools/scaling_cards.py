@@ -227,7 +227,9 @@ def main() -> int:
         return 0
     mine_alone = apart(bench, rank)
     store = Path(tempfile.gettempdir()) / f"scaling-{os.environ.get('MASTER_PORT', 0)}-{os.getppid()}"
-    with start(args.device, args.row_seconds, init_method=f"file://{store}" if world > 1 else None) as runtime:
+    with start(
+        args.device, max(60.0, args.row_seconds), init_method=f"file://{store}" if world > 1 else None
+    ) as runtime:
         measured = Measured(bench, runtime, runtime.gather(mine_alone, "the steps of the cards alone"), shares)
         measured.say_alone()
         kept = Kept(args.out.with_suffix(".rows"))

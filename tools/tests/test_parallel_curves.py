@@ -20,6 +20,7 @@ def test_both_figures(tmp_path, capsys):
     common = {"card": "H200", "date": "2026-01-01"}
     kept = [{"variant": v, "ms": ms, "peak_mib": m} for v, ms, m in (("none", 10, 900), ("uniform 0.5", 13, 500))]
     together = [{"case": "alone"}, {"case": "plain", "ms": 10.0, "ratio": 0.9, "plan": {"ms": 9.0}}]
+    together.append({"case": "+ SM-free", "failed": "did not end; it was begun with 2 ranks"})
     results = [common | {"suite": "memory", "rows": kept}, common | {"suite": "scaling", "world": 2, "rows": together}]
     files = [tmp_path / f"{result['suite']}.json" for result in results]
     for file, result in zip(files, results, strict=True):
@@ -27,3 +28,4 @@ def test_both_figures(tmp_path, capsys):
     tool.main([*map(str, files), "--out", str(tmp_path)])
     assert "uniform 0.5" in (tmp_path / "activation-memory.svg").read_text()
     assert (tmp_path / "scaling-cards.svg").stat().st_size > 1000
+    assert "SM-free" not in (tmp_path / "scaling-cards.svg").read_text()
