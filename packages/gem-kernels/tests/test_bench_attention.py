@@ -55,6 +55,23 @@ def test_every_kind_of_case_has_rows(device, no_clock, act, options):
     assert subtracts == (act is None and "window" not in options)
 
 
+def test_clocks_are_recorded_and_inputs_may_be_constant(device, no_clock, monkeypatch):
+    monkeypatch.setattr(timing, "sm_ghz", lambda run, ms: 1.25004)
+    options = {**OPTIONS, "passes": ("forward",)}
+    made = suite.Problem.make
+
+    def make(case, act, device, *, constant=False):
+        p = made(case, act, device, constant=constant)
+        assert len({*p.q.unique().tolist(), *p.v.unique().tolist()}) == 1
+        return p
+
+    monkeypatch.setattr(suite.Problem, "make", make)
+    options |= {"only": "triton", "skip": ("subtraction",), "gate_only": False}
+    rows = suite.measure(small(), None, device, **options, trying=True, clock=True, constant=True)
+    assert [(r["variant"], r["ghz"], r["peers_ghz"]) for r in rows] == [("triton", 1.25, {"gemm": 1.25})]
+    assert "at 1.25 GHz" in bench._table(rows)
+
+
 def test_polynomials_are_gated_against_the_exact_activation(device, no_clock):
     case = small(name="self-full-1024")
     p = suite.Problem.make(case, "silu_poly", device)

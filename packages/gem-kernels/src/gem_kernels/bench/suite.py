@@ -368,9 +368,10 @@ def measure(
                 "of_copy": round(gbps / 1e3 / ceilings["copy_tbps"], 3), "error": errors[name, what],
                 "host_us": round(host[name], 1), "peers": {**peer_rates, "gemm 8192": round(product, 1)},
                 "unit": "tflops",
-                **({"ghz": ghz[name], "peers_ghz": {n: x for n, x in ghz.items() if n[:4] in ("peer", "gemm")}} if clock
-                   else {}),
             })  # fmt: skip
+            if clock:
+                others = {n.removeprefix("peer "): x for n, x in ghz.items() if n not in variants}
+                rows[-1] |= {"ghz": ghz[name], "peers_ghz": others}
     return rows
 
 
