@@ -26,7 +26,7 @@ PLAIN = Keeper(None, min_bytes=0)
 
 
 def costs_of(module: nn.Module, *inputs: torch.Tensor, keeper: Keeper = PLAIN) -> tuple[int, dict[str, worth.Cost]]:
-    saved, costs = worth.watch(module, inputs, {}, module, keeper, least=0)
+    saved, costs, _ = worth.watch(module, inputs, {}, module, keeper, least=0)
     return saved, {cost.name: cost for cost in costs}
 
 
@@ -399,7 +399,7 @@ KERNELS = """
         return [y.detach(), x.grad, more.grad, *(p.grad for p in leaves)]
 
     args = tuple(torch.randn(T, D).requires_grad_() for _ in range(2))
-    saved, costs = worth.watch(layer, args, {}, net, Keeper(None, min_bytes=0), least=0)
+    saved, costs, _ = worth.watch(layer, args, {}, net, Keeper(None, min_bytes=0), least=0)
     names = [c.name for c in costs if c.nbytes]
     print(*sorted(n.split("#")[0] for n in names))
     want = run(())
@@ -450,9 +450,9 @@ HANDED_ON = """
         return [torch.randn(n, D, generator=torch.Generator().manual_seed(s)).requires_grad_() for s, n in sizes]
 
     keeper = Keeper(None, min_bytes=0)
-    _, costs = worth.watch(first, inputs(), {}, layer, keeper, least=0)
+    _, costs, _ = worth.watch(first, inputs(), {}, layer, keeper, least=0)
     made = first(*inputs())
-    _, more_costs = worth.watch(second, made, {}, layer, keeper, least=0)
+    _, more_costs, _ = worth.watch(second, made, {}, layer, keeper, least=0)
     names = [c.name for c in costs if c.nbytes], [c.name for c in more_costs if c.nbytes]
     print(*names[0], "|", *sorted(names[1]))
     grads = []

@@ -153,13 +153,13 @@ def test_a_plan_reckons_with_what_is_stored():
     for quantise in ("none", "fp8"):
         model = stack(dropout=0.0)
         config = MemoryConfig(
-            policy="regions", budget_gib=330 / 2**20, quantise=quantise, quantise_min_kib=1, exclude=("*norm*",)
+            policy="regions", budget_gib=480 / 2**20, quantise=quantise, quantise_min_kib=1, exclude=("*norm*",)
         )
         regions = Regions(model, ["0", "1", "2"], config)
         for seed in range(MEASURED_STEPS + 1):
             train_step(model, seed, regions)
         plans[quantise] = regions.plan
-        assert regions.plan.peak <= 330 * 1024
+        assert regions.plan.peak <= 480 * 1024
     whole = {name: sum(row.whole for row in plan.regions) for name, plan in plans.items()}
     assert 0.25 < whole["fp8"] / whole["none"] < 0.6  # norms keep theirs in float32
     assert plans["none"].seconds > 0

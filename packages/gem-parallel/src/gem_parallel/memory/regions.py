@@ -261,7 +261,9 @@ class Regions:
         """The curve of a region whose results are computed again one by one."""
         card, size = is_on_card(args, kwargs), self.keeper.size if self.keeper.works else bytes_of
         before = hold_back if card else _nothing
-        saved, costs = worth.watch(function, args, kwargs, module, self.keeper, least=self._least, before=before)
+        saved, costs, backward = worth.watch(
+            function, args, kwargs, module, self.keeper, least=self._least, before=before
+        )
         unpacked = count_saved(function, args, kwargs, module) if self.keeper.works else saved
         host_s = host_cost(function, args, kwargs).forward_s
         self.curves[name] = worth.curve(
@@ -272,6 +274,7 @@ class Regions:
             unpacked=unpacked,
             forward_s=device_seconds(function, args, kwargs) if card else host_s,
             host_s=host_s if card and self.launched else None,
+            backward=backward,
         )
 
     def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:

@@ -1,7 +1,8 @@
 """What it costs to compute a region's results again, one by one, and the curve that follows.
 
 The region runs once with everything kept. Each result that could be computed again is, where it is first saved, on the
-clocks of the device and of the host; which of the others it reads is noted, too.
+clocks of the device and of the host; which of the others it reads is noted, too. Then it runs backward, once, for what
+that needs beside what was kept (`live.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map
 
 from gem_parallel.memory.again import Result, Saving
 from gem_parallel.memory.keeper import Keeper, is_weight
+from gem_parallel.memory.live import Backward, Meter, Saved
 from gem_parallel.memory.profile import Curve, Point, Size, bytes_of, has_storage, plain_tensors, stored, thin
 
 REPEATS = 3  # of a measurement on a CPU, which others may use meanwhile
@@ -32,6 +36,7 @@ class Cost:
         seconds: of the device (of the host, where there is none) to compute it once.
         host_s: of the host.
         nbytes: that need not be kept when it is computed again.
+        whole: bytes of it when it has been computed, unpacked.
         first, last: when it is saved, counted in tensors; backward takes it in the opposite order.
         reads: names of other results that it is computed from.
     """
@@ -40,6 +45,7 @@ class Cost:
     seconds: float = 0.0
     host_s: float = 0.0
     nbytes: int = 0
+    whole: int = 0
     first: int = 0
     last: int = 0
     reads: set[str] = field(default_factory=set)
@@ -54,8 +60,9 @@ class _Watching(Saving):
         self.costs: dict[str, Cost] = {}
         self.events: dict[str, tuple[Any, Any]] = {}
         self.own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers()) if has_storage(t)}
-        self.places: dict[Any, tuple[int, set[str | None]]] = {}  # what is kept: its bytes, and who it can be had from
-        self.alive: list[Any] = []
+        self.places: dict[tuple[Any, ...], Saved] = {}  # what is kept
+        self.storages: set[int] = set()  # of that; no other tensor gets one's address meanwhile
+        self.backward = Backward(self.places.values())
         self.at = 0
         self.computing: Cost | None = None
 
@@ -71,12 +78,15 @@ class _Watching(Saving):
             self.costs[name].last = self.at
         if has_storage(tensor) and tensor.untyped_storage()._cdata not in self.own and not is_weight(tensor):
             self._count_bytes(tensor, name)
-        return tensor.detach(), name
+        own = self.size(tensor)
+        return tensor.detach(), name, self.at, tensor.nbytes if own < tensor.nbytes else 0
 
     def unpacker(self) -> Callable[[Any], Tensor]:
         def unpack(kept: Any) -> Tensor:
-            tensor, name = kept
-            if name is not None and self.computing is not None:
+            tensor, name, at, unpacked = kept
+            if self.computing is None:
+                self.backward.takes(at, unpacked)
+            elif name is not None:
                 self.computing.reads.add(name)
             return tensor  # type: ignore[no-any-return]
 
@@ -104,20 +114,21 @@ class _Watching(Saving):
         packed = self.size(tensor) < tensor.nbytes
         key = (storage._cdata, tensor.storage_offset(), tuple(tensor.shape)) if packed else (storage._cdata,)
         if key not in self.places:
-            self.places[key] = stored(tensor, self.size), set()
-            self.alive.append(StorageWeakRef(storage))  # no other tensor gets its address meanwhile
-        self.places[key][1].add(name)
+            whole = 0 if storage._cdata in self.storages else storage.nbytes()
+            self.storages.add(storage._cdata)
+            self.places[key] = Saved(stored(tensor, self.size), whole, StorageWeakRef(storage))
+        self.places[key].names.add(name)
 
     def finish(self) -> tuple[int, list[Cost]]:
         """Bytes that are kept in all, and the costs."""
         for name, (began, ended) in self.events.items():
             ended.synchronize()
             self.costs[name].seconds = began.elapsed_time(ended) * 1e-3
-        for nbytes, names in self.places.values():
-            (only, *others) = names
-            if only is not None and not others:
-                self.costs[only].nbytes += nbytes
-        return sum(nbytes for nbytes, _ in self.places.values()), list(self.costs.values())
+        for saved in self.places.values():
+            if saved.only is not None:
+                self.costs[saved.only].nbytes += saved.nbytes
+                self.costs[saved.only].whole += saved.whole
+        return sum(saved.nbytes for saved in self.places.values()), list(self.costs.values())
 
 
 def watch(
@@ -129,27 +140,53 @@ def watch(
     *,
     least: int,
     before: Callable[[], None] = lambda: None,
-) -> tuple[int, list[Cost]]:
+) -> tuple[int, list[Cost], Backward]:
     """Run a region for what it would keep. Generators are left as they were; nothing of the run is left.
 
     Args:
         before: called when everything is ready to run.
 
     Returns:
-        (bytes that autograd would save beside parameters and buffers, costs of what can be computed again)
+        (bytes that autograd would save beside parameters and buffers, costs of what can be computed again, the backward
+        pass, without a moment in it where none was run: FSDP units inside a region wait for their own)
     """
     watching = _Watching(keeper, least=least, module=module, size=keeper.size_saved if keeper.works else bytes_of)
     devices = sorted({t.device.index for t in plain_tensors((args, kwargs)) if t.is_cuda})
     with torch.random.fork_rng(devices):
+        args, kwargs = tree_map(_cut, (args, dict(kwargs)))
         before()
         with watching.hooks():
             out = function(*args, **kwargs)
+        found = [t for t in plain_tensors(out) if t.requires_grad]
+        leaves = [t for t in (*plain_tensors((args, kwargs)), *module.parameters()) if t.requires_grad]
         del out
-    return watching.finish()
+        if found and leaves and not any(isinstance(m, FSDPModule) for m in module.modules() if m is not module):
+            device = found[0].device
+            watching.backward.run(found, leaves)
+            watching.backward.ahead = _ahead(device, function, args, kwargs)
+    saved, costs = watching.finish()
+    return saved, costs, watching.backward
 
 
-def working(costs: Sequence[Cost], names: Collection[str]) -> int:
-    """The most bytes of the results `names` that backward has computed at a time.
+def _ahead(device: torch.device, function: Callable[..., Any], args: Any, kwargs: Any) -> int:
+    """The most bytes that a second forward pass needs: what it saves, and the gradients of its results beside them. A
+    run of its own, for under a mode kernels may leave other nodes than they do.
+    """
+    with Meter(device) as meter:
+        out = function(*args, **kwargs)
+        most = meter.take()
+    return most + sum(t.nbytes for t in plain_tensors(out) if t.requires_grad)
+
+
+def _cut(value: Any) -> Any:
+    """An input that is nothing's result: one may be another's, and backward would go on into what made both."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_()
+
+
+def computed(costs: Sequence[Cost], names: Collection[str]) -> Callable[[int], int]:
+    """How many bytes of the results `names` backward has computed when it takes a tensor, by the tensor's number.
 
     A result is there from the backward of the last that saved it, or that another one which is computed again reads it
     for, until that of the first.
@@ -160,9 +197,14 @@ def working(costs: Sequence[Cost], names: Collection[str]) -> int:
         start[cost.name] = max(cost.last, start.get(cost.name, 0))
         for read in cost.reads & chosen.keys():
             start[read] = max(start.get(read, 0), start[cost.name])
-    return max(
-        (sum(c.nbytes for c in chosen.values() if c.first <= now <= start[c.name]) for now in start.values()), default=0
-    )
+    spans = [(c.first, start[c.name], c.whole or c.nbytes) for c in chosen.values()]
+    return lambda now: sum(nbytes for first, last, nbytes in spans if first <= now <= last)
+
+
+def working(costs: Sequence[Cost], names: Collection[str]) -> int:
+    """The most bytes of the results `names` that backward has computed at a time."""
+    there = computed(costs, names)
+    return max((there(cost.last) for cost in costs), default=0)
 
 
 def curve(
@@ -174,6 +216,7 @@ def curve(
     unpacked: int,
     forward_s: float,
     host_s: float | None = None,
+    backward: Backward | None = None,
 ) -> Curve:
     """The curve of a region: the whole again, all results again, fewer and fewer of them, none.
 
@@ -187,16 +230,24 @@ def curve(
         unpacked: the same if nothing were packed.
         forward_s: seconds of the region's forward pass on the device.
         host_s: seconds of the host for it; given, points cost what a step sees of them (`step_seconds`).
+        backward: its backward pass, as `watch` saw it; without, a point's working bytes are what is kept and computed
+            again alone.
     """
     whole = max(saved, inputs)
+    seen = backward if backward is not None and backward.moments else None
     worth = [c for c in costs if c.nbytes > 0]
 
     def seconds(device: float, host: float) -> float:
         return device if host_s is None else step_seconds(forward_s, host_s, device, host)
 
     points = [
-        Point(kept=inputs, seconds=seconds(forward_s, host_s or 0.0), names=(), working=max(unpacked, inputs)),
-        Point(kept=whole, seconds=0.0, names=None, working=whole),
+        Point(
+            kept=inputs,
+            seconds=seconds(forward_s, host_s or 0.0),
+            names=(),
+            working=max(unpacked, inputs, seen.most(whole=True) if seen else 0, seen.ahead if seen else 0),
+        ),
+        Point(kept=whole, seconds=0.0, names=None, working=max(whole, seen.most() if seen else 0)),
     ]
     for share in SHARES if host_s is not None else SHARES[:1]:
 
@@ -214,7 +265,9 @@ def curve(
         if falling and point.seconds >= falling[-1].seconds and point is not points[1]:
             continue  # more bytes for nothing
         if point.again:
-            point = replace(point, working=point.kept + working(costs, point.again))
+            names = frozenset(point.again)
+            most = seen.most(names, computed(costs, names)) if seen else point.kept + working(costs, names)
+            point = replace(point, working=max(point.kept, most))
         falling.append(point)
     return Curve(region=region, points=tuple(thin(falling)), forward_s=forward_s)
 
