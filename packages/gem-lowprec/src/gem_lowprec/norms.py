@@ -30,6 +30,7 @@ BY_HAND = {
     (True, 512): (4, 4, 1), (True, 1024): (2, 4, 1), (True, 2048): (1, 4, 1),
     (False, 512): (2, 1, 1), (False, 1024): (2, 1, 1), (False, 2048): (1, 1, 1),
 }  # fmt: skip
+SHARED = False  # whether `norms_shared`, which no card has timed, takes the place of the kernel by hand where it can
 ELEMENTS, WARPS = 2048, 2  # of a program: rows stay inside a warp or two, and enough programs share an SM
 
 
@@ -137,9 +138,13 @@ def _hand_constants(layer: bool, cols: int, mode: ScaleMode) -> dict[str, Any]:
 
 
 def _by_hand(x: Tensor, arguments: tuple[Any, ...], layer: bool, mode: ScaleMode) -> None:
-    """The same by the Gluon kernel."""
+    """The same by a Gluon kernel."""
+    from gem_lowprec import norms_shared
     from gem_lowprec.tiles import norm_kernel
 
+    if SHARED and (layer, x.shape[1]) in norms_shared.WAYS:
+        norms_shared.run(x, arguments, layer, mode)
+        return
     constants = _hand_constants(layer, x.shape[1], mode)
     warps = constants["WARPS"]
     programs = -(-x.shape[0] // (warps * constants["RW"] * constants["STEPS"]))
@@ -152,13 +157,20 @@ def compile_cases() -> list[CompileCase]:
     """What `compile_check` builds without a GPU."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from gem_lowprec import norms_shared
     from gem_lowprec.tiles import norm_kernel
 
     cases = []
-    for cols, layer in ((512, True), (1024, False), (2048, True), (4096, True), (768, True)):
+    widths = ((512, True), (1024, False), (2048, True), (4096, True), (768, True))
+    for cols, layer, shared in (
+        *((c, layer, False) for c, layer in widths), *((c, layer, True) for layer, c in norms_shared.WAYS)
+    ):  # fmt: skip
         by_hand = (layer, cols) in BY_HAND
-        kernel = norm_kernel if by_hand else _norm_rows
-        if by_hand:
+        kernel = norms_shared.norm_kernel if shared else norm_kernel if by_hand else _norm_rows
+        if shared:
+            constants = norms_shared.constants(layer, cols, FP8_1X128.mode)
+            tile = Tile(bm=1, bn=cols, warps=1, registers=norms_shared.WAYS[layer, cols][2])
+        elif by_hand:
             constants = _hand_constants(layer, cols, FP8_1X128.mode)
             tile = Tile(bm=1, bn=cols, warps=constants["WARPS"])
         else:
@@ -168,8 +180,9 @@ def compile_cases() -> list[CompileCase]:
         types |= {"x_ptr": "*bf16", "data_ptr": "*u8", "eps": "fp32"}
         cases.append(
             CompileCase(
-                name=f"norm to fp8 {'layer' if layer else 'rms'} {cols}", kernel=kernel, signature=types,
-                constants=constants, tile=tile, arch=(90,), source=GluonASTSource if by_hand else None,
+                name=f"norm to fp8 {'layer' if layer else 'rms'} {cols}{' shared' if shared else ''}", kernel=kernel,
+                signature=types, constants=constants, tile=tile, arch=(90,),
+                source=GluonASTSource if by_hand else None,
                 divisible=tuple(n for n in kernel.arg_names if n.endswith(("_ptr", "x_row", "cols", "data_row"))),
             )
         )  # fmt: skip

@@ -17,6 +17,7 @@ from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gem_lowprec import norms, norms_shared
 from gem_lowprec.bench.timing import Run
 from gem_lowprec.block_gemm import CONFIGS, block_matmul
 from gem_lowprec.convert import convert
@@ -199,16 +200,27 @@ def norm(name: str, device: torch.device, rows: int, cols: int, *, layer: bool) 
     def run() -> QTensor:
         return norm_quantize(x, gain, bias, eps=1e-6)[0]
 
-    def check(_variant: str) -> float:
+    def shared() -> QTensor:
+        norms.SHARED = True
+        try:
+            return run()
+        finally:
+            norms.SHARED = False
+
+    runs: dict[str, Run] = {"norm to fp8": run}
+    if (layer, cols) in norms_shared.WAYS:
+        runs["gain in shared memory"] = shared
+
+    def check(variant: str) -> float:
         part = x[:CHECKED].double()
         part = part - part.mean(1, keepdim=True) if layer else part
         y = part / (part.square().mean(1, keepdim=True) + 1e-6).sqrt() * gain.double()
         y = y if bias is None else y + bias.double()
         expected = quantize(y, FP8_1X128, backend="reference")
-        return float((run().data[:CHECKED].float() != expected.data.float()).double().mean())
+        return float((runs[variant]().data[:CHECKED].float() != expected.data.float()).double().mean())
 
     return Problem(
-        name=name, op="layer_norm" if layer else "rms_norm", what="forward", width=cols, runs={"norm to fp8": run},
+        name=name, op="layer_norm" if layer else "rms_norm", what="forward", width=cols, runs=runs,
         peers={"torch norm, then ours": lambda: _row(apart()), "torch norm alone": apart}, unit="gbps",
         nbytes=rows * (3 * cols + 4 * cols // 128 + 4 * (1 + layer)), limit=2e-3, check=check,
     )  # fmt: skip
