@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_kernels.norms import triton as usual
-from gem_kernels.norms.triton import SUM, Spread, _columns, _fast, _rows, _sum_kernel, _within
+from gem_kernels.norms.kernels import columns, in_width, sum_kernel
+from gem_kernels.norms.triton import SUM, Spread, fast_math, rows_with_heads
 from gem_kernels.tiling import CompileCase, Tile, launch, signature
 
 __all__ = ["WIDEST", "Way", "backward", "compile_cases", "norm", "ways"]
@@ -115,27 +116,27 @@ def _gate(a, FAST: tl.constexpr):
 @triton.jit
 def _load(base, at, inside, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr):
     """[BM, CUTS, SPAN] of the rows at the element offsets `at`, as they are; 0 outside."""
-    where = base + at[:, None, None] + _columns(CUTS, SPAN)[None, :, :]
+    where = base + at[:, None, None] + columns(CUTS, SPAN)[None, :, :]
     mask = inside[:, None, None]
     if C != CUTS * SPAN:
-        mask = mask & _within(C, CUTS, SPAN)[None, :, :]
+        mask = mask & in_width(C, CUTS, SPAN)[None, :, :]
     return tl.load(where, mask=mask, other=0.0)
 
 
 @triton.jit
 def _store(base, x, row, inside, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr):
     """Into rows C apart."""
-    where = base + (row * C)[:, None, None] + _columns(CUTS, SPAN)[None, :, :]
+    where = base + (row * C)[:, None, None] + columns(CUTS, SPAN)[None, :, :]
     mask = inside[:, None, None]
     if C != CUTS * SPAN:
-        mask = mask & _within(C, CUTS, SPAN)[None, :, :]
+        mask = mask & in_width(C, CUTS, SPAN)[None, :, :]
     tl.store(where, x.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _vector(base, factor, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr):
     """[BM, CUTS, SPAN] of a vector times a factor, 0 past its end: every row's threads have what they need of it."""
-    column = _columns(CUTS, SPAN)[None, :, :] + tl.zeros((BM, 1, 1), tl.int32)
+    column = columns(CUTS, SPAN)[None, :, :] + tl.zeros((BM, 1, 1), tl.int32)
     return tl.load(base + column, mask=column < C, other=0.0).to(tl.float32) * factor
 
 
@@ -161,7 +162,7 @@ def _tile(
         mean = tl.sum(tl.sum(x, 1), 1) * (1.0 / C)
         d = x - _wide_row(mean)
         if C != CUTS * SPAN:
-            d = tl.where(_within(C, CUTS, SPAN)[None, :, :], d, 0.0)
+            d = tl.where(in_width(C, CUTS, SPAN)[None, :, :], d, 0.0)
     squares = tl.sum(d * d, 1)
     if SWISH:
         inverse = tl.rsqrt(tl.sum(squares, 1) * (1.0 / C) + EPS)
@@ -256,7 +257,7 @@ def _backward_kernel(
             )
             _store(dx_ptr, dx, row, row < rows, C, CUTS, SPAN)
             row += apart
-    column = _columns(CUTS, SPAN)
+    column = columns(CUTS, SPAN)
     into = parts_f32 + part * ((WEIGHT + BIAS) * C) + column
     if WEIGHT:
         tl.store(into, tl.sum(dweight, axis=0), mask=column < C)
@@ -284,7 +285,7 @@ def backward(
     """Gradients of x [.., C], weight and bias ([0] for what there is not). Rows must be evenly spaced."""
     width, size = x.shape[-1], x.element_size()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (x, dy), heads = _rows(x, dy)
+    (x, dy), heads = rows_with_heads(x, dy)
     assert heads == 1, "heads that are spaced otherwise than their tokens run in `triton`"
     rows = x.shape[0]
     s = way.spread(width, size)
@@ -294,7 +295,7 @@ def backward(
     present = {"WEIGHT": weight is not None, "BIAS": bias is not None}
     vectors = sum(present.values())
     sums = torch.empty(parts * vectors * width, dtype=torch.float32, device=x.device)
-    fast = _fast(x.device)
+    fast = fast_math(x.device)
     options = {} if s.registers is None or not fast else {"maxnreg": s.registers}
     launch(
         _backward_kernel, parts, x.device, Tile(bm=s.rows, bn=width, warps=s.warps, stages=s.stages),
@@ -309,7 +310,7 @@ def backward(
     if vectors:
         into = [g for g in gradients if g.numel()]
         launch(
-            _sum_kernel, triton.cdiv(vectors * width, SUM.bn), x.device, SUM,
+            sum_kernel, triton.cdiv(vectors * width, SUM.bn), x.device, SUM,
             sums, into[0], into[-1], parts, C=width, BIAS=vectors > 1, BM=SUM.bm, BN=SUM.bn,
         )  # fmt: skip
     return dx, gradients[0], gradients[1]

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gem_kernels.norms import triton as norms
+from gem_kernels.norms.kernels import sum_kernel
 from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature
 
 COLUMNS = 512  # of a tile of gate and up
@@ -128,7 +129,7 @@ def sum_up(sums: Tensor, parts: int, *into: Tensor) -> None:
     """Add up the programs' sums [parts, columns] into one vector, or two or three of the same length side by side."""
     columns = into[0].shape[0]
     launch(
-        norms._sum_kernel, triton.cdiv(len(into) * columns, norms.SUM.bn), sums.device, norms.SUM,
+        sum_kernel, triton.cdiv(len(into) * columns, norms.SUM.bn), sums.device, norms.SUM,
         sums, into[0], into[min(1, len(into) - 1)], parts, C=columns, BIAS=len(into) > 1, BM=norms.SUM.bm,
         BN=norms.SUM.bn, third_f32=into[2] if len(into) == 3 else None,
     )  # fmt: skip
