@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Which part of the copy engines does what it should on two cards (CARDS=n: on n): small steps first, each in processes
 # and with a time limit of its own, then training without and with each way to copy. Prints as it goes, and at the end
-# how every step ended. About five minutes when nothing hangs.
+# how every step ended. About five minutes when nothing hangs; a step that does ends after some 15 s, with who waits.
 #   OUT=results bash tools/sm_free.sh
 #   OUT=results REHEARSE=1 bash tools/sm_free.sh    the same on two processes of a CPU, small, with files for windows
 # Expected, with torch 2.13 or before: "race, zeroed late" fails (torch's "[FATAL] ... failed to receive signal"), and
@@ -48,15 +48,15 @@ rows() { # seconds name of-a-row model... -- rows...; what hangs is passed over 
   done
 }
 
-windows 40 "make" make
-windows 40 "race, zeroed before" race --zeroed before
-windows 40 "race, zeroed late" race --zeroed late
-windows 45 "gathers, read, streams" gathers
-windows 45 "gathers, read, kernels" gathers --barriers kernels
-windows 45 "gathers, written, kernels" gathers --copies written --barriers kernels
-windows 45 "stack, read, streams" stack
-windows 45 "stack, written, kernels" stack --copies written --barriers kernels
-windows 45 "stack, written, kernels, reduced" stack --copies written --barriers kernels --reduce
+windows 75 "make" make
+windows 75 "race, zeroed before" race --zeroed before
+windows 75 "race, zeroed late" race --zeroed late
+windows 75 "gathers, read, streams" gathers
+windows 75 "gathers, read, kernels" gathers --barriers kernels
+windows 75 "gathers, written, kernels" gathers --copies written --barriers kernels
+windows 75 "stack, read, streams" stack
+windows 75 "stack, written, kernels" stack --copies written --barriers kernels
+windows 75 "stack, written, kernels, reduced" stack --copies written --barriers kernels --reduce
 rows 120 tiny 25 $tiny --only balanced "+ SM-free" "SM-free, kernels" "SM-free, written" "SM-free, reduced"
 rows 180 large 45 $model --only balanced "+ SM-free" "SM-free, written" "SM-free, reduced" "SM-free, kernels"
 printf '%s\n' "" "${ended[@]}"

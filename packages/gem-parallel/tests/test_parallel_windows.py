@@ -162,6 +162,7 @@ def test_a_barrier_is_watched_and_names_who_is_missing(monkeypatch, capsys):
         "is_current_stream_capturing": lambda: False,
         "Event": lambda: event,
         "Stream": lambda device: nothing,
+        "device": lambda device: torch.no_grad(),
         "stream": lambda stream: torch.no_grad(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -35,7 +35,7 @@ class Watch:
     Args:
         timeout_s: how long a wait may last, from when the host has asked for it.
         end: what happens then; it is told who waited for what.
-        pause_s: between two looks.
+        pause_s: before each look.
         clock: seconds.
     """
 
@@ -61,7 +61,7 @@ class Watch:
             self._waits.setdefault(place, deque()).append(_Wait(self._clock(), done, what))
             if not self._started:
                 self._started = True
-                threading.Thread(target=_keep_looking, args=(weakref.ref(self),), daemon=True).start()
+                threading.Thread(target=_keep_looking, args=(weakref.ref(self), self._pause), daemon=True).start()
 
     def look(self) -> None:
         """Forget what has ended, and call `end` for the first that lasts too long."""
@@ -83,9 +83,11 @@ class Watch:
             return sum(map(len, self._waits.values()))
 
 
-def _keep_looking(watch: weakref.ref[Watch]) -> None:
-    while (here := watch()) is not None:
+def _keep_looking(watch: weakref.ref[Watch], pause_s: float) -> None:
+    while True:
+        time.sleep(pause_s)
+        here = watch()
+        if here is None:
+            return
         here.look()
-        pause = here._pause
         del here
-        time.sleep(pause)

@@ -73,7 +73,7 @@ class CudaWindow:
         if self._watch is not None and not torch.cuda.is_current_stream_capturing():
             event, number = torch.cuda.Event(), self._met
             event.record()
-            self._watch.expect(id(self), event.query, lambda: self._missing(number))
+            self._watch.expect(id(self), lambda: self._is_over(event), lambda: self._missing(number))
 
     def _meet(self) -> None:
         """By the stream."""
@@ -87,6 +87,11 @@ class CudaWindow:
             if other != rank:  # waits until the number, counted cyclically, is reached
                 _stream_value("cuStreamWaitValue32_v2", stream, pads[rank] + first + 4 * other, self._met)
 
+    def _is_over(self, event: Any) -> bool:
+        """For a thread that has no device: asking without one would take memory of the first card."""
+        with torch.cuda.device(self.local.device):
+            return bool(event.query())
+
     def _first(self) -> int:
         """Where the ranks' numbers begin: at the end of the pad, since torch's own barriers use its beginning."""
         return int(self._handle.signal_pad_size) - 4 * int(self._handle.world_size)
@@ -99,7 +104,7 @@ class CudaWindow:
         if self._kernels:
             return f"{text} for another rank, which died, hangs or has left the common sequence of collectives"
         print(f"{text}; asking the card who has come", file=sys.stderr, flush=True)  # in case it does not answer
-        with torch.cuda.stream(torch.cuda.Stream(self.local.device)):
+        with torch.cuda.device(self.local.device), torch.cuda.stream(torch.cuda.Stream(self.local.device)):
             pad = handle.get_signal_pad(rank, (size,), torch.int32, self._first() // 4)
             come = [value % 2**32 for value in pad.tolist()]
         others = [other for other in range(size) if other != rank and come[other] != number]
