@@ -35,6 +35,13 @@ def _head_descriptor(rows: int, columns: int) -> str:
     return f"tensordesc<bf16[{rows}, 1, {columns}],{layout!r}>"
 
 
+def _tile_descriptor(rows: int, columns: int) -> str:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
+
+
 def _statistics() -> str:
     from triton.experimental.gluon import language as gl
 
@@ -48,7 +55,7 @@ def _case(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     floats = ("lse_ptr", "delta_ptr")
-    ints = ("tiles_ptr", "count_ptr", "cursor_ptr", "own_ptr")
+    ints = ("tiles_ptr", "count_ptr", "cursor_ptr", "own_ptr", "records_ptr")
     types: dict[str, str] = {}
     divisible = []
     for argument in kernel.arg_names:
@@ -61,7 +68,7 @@ def _case(
             divisible.append(argument)
         elif argument in ("bias_batch", "bias_head", "bias_row"):
             types[argument] = "i32"
-        elif argument.endswith("stride"):
+        elif argument.endswith(("stride", "o_row")):
             types[argument] = "i32"
             divisible.append(argument)
         else:
@@ -111,6 +118,30 @@ def compile_cases(act: str) -> list[CompileCase]:
                         config.constants(dim, group=1, act=act, right=right, bias=2), defined=True,
                     ))  # fmt: skip
         cases += _backward_cases(op, act, dim)
+    return cases + (_trial_cases(op, act) if act in ("softmax", "silu") else [])
+
+
+def _trial_cases(op: str, act: str) -> list[CompileCase]:
+    """What nobody chooses yet, at head dimension 128."""
+    from gem_kernels.hopper import launch, window_across
+
+    row = _head_descriptor(64, 128)
+    cases = []
+    for name, config in launch.TRIALS.items():
+        step = _head_descriptor(config.step, 128)
+        descriptors = {"k_desc": step, "v_desc": step}
+        descriptors |= dict.fromkeys(("q_desc", "o_desc", "k_short", "v_short"), row)
+        constants = config.constants(128, group=1, act=act)
+        cases.append(
+            _case(f"{op} hopper trial d128 {name}", launch.forward_kernel, descriptors, constants, defined=True)
+        )
+    tile = dict.fromkeys(("q_desc", "k_desc", "v_desc", "o_desc"), _tile_descriptor(64, 128))
+    for across in (True, False):
+        constants = window_across.constants(128, 4, act, across)
+        cases.append(_case(
+            f"{op} hopper trial d128 window {'across' if across else 'own loader'}", window_across.window_kernel, tile,
+            constants, registers=window_across.REGISTERS, defined=True,
+        ))  # fmt: skip
     return cases
 
 

@@ -29,6 +29,7 @@ from gem_kernels.jagged_attention.window_tiles import LN2, ROWS, barriers, edge,
 
 FIELDS = gl.constexpr(8)
 SLOTS = 2  # of the rings of keys and values
+REGISTERS = 128  # of a thread at the start: the loader leaves the consumer 232
 
 
 @gluon.jit
@@ -247,6 +248,6 @@ def forward(
         window_kernel[(min(tiles, 2 * programs(q.device)),)](
             *(_descriptor(x) for x in (q, k, v, out)), out, out.stride(0), lse, records, tiles, left, 0,
             scale * LOG2E if softmax else scale, out_scale, **constants(dim, heads, act, across),
-            num_warps=4, maxnreg=128,
+            num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     return out, lse
