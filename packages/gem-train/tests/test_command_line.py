@@ -121,6 +121,23 @@ def test_mistakes_are_answered_in_one_line_with_exit_code_2(arguments, says, cap
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["compare", "synthetic", "--jobs", "0"], "--jobs: got '0'; expected a whole number, 1 or more"),
+        (["compare", "synthetic", "--seeds", "two"], "--seeds: got 'two'"),
+        (["bench", "synthetic", "--steps", "-1"], "--steps: got '-1'"),
+        (["ladder", "synthetic", "--limit", "-1"], "--limit: got '-1'; expected a number, 0 or more"),
+        (["diff", "a", "b", "--level", "95"], "--level: got '95'; expected a share between 0 and 1"),
+        (["plan", "synthetic", "--gpus", "0"], "--gpus: got '0'"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name(arguments, says, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert says in capsys.readouterr().err
+
+
 def test_debug_shows_the_traceback():
     with pytest.raises(ValueError, match="unknown recipe"):
         main(["run", "nothing", "--debug"])

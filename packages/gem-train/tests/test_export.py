@@ -16,7 +16,9 @@ from gem_model import GemConfig, ModelInputs, Source, Table
 from gem_model.config import TowerConfig
 from gem_train import exporting, scorer
 from gem_train.cli import main
+from gem_train.data import build
 from gem_train.run_dir import RunDir, read_json
+from gem_train.testing import tiny_config
 from safetensors.torch import load_file, save_file
 
 # What someone who serves the model writes: gem_train is out of reach.
@@ -51,7 +53,7 @@ def copy(exported, tmp_path):
 
 
 def test_scores_without_gem_train_equal_the_predictions_of_the_run(exported, finished_run, cache):
-    (log,) = [f for f in cache.iterdir() if f.name.startswith("synthetic-") and f.is_dir()]
+    log = log_of(cache)
     predictions = RunDir(finished_run).predictions_file
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SERVE, str(exported), str(log), str(predictions)],
@@ -186,8 +188,7 @@ print("equal", found.shape)
 
 
 def log_of(cache):
-    (log,) = [f for f in cache.iterdir() if f.name.startswith("synthetic-") and f.is_dir()]
-    return log
+    return build(tiny_config(cache).data, "synthetic")
 
 
 def test_the_program_scores_with_torch_numpy_and_pyarrow_alone(exported, finished_run, cache):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from gem_train.__about__ import __version__
@@ -65,19 +66,23 @@ def parser() -> argparse.ArgumentParser:
         help="the folder of all runs; what is finished there is kept (default: runs/compare-...)",
     )
     compare.add_argument("--models", metavar="A,B,...", help="these alone (default: gem and all baselines)")
-    compare.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each trained model (default: 3)")
-    compare.add_argument("--jobs", metavar="N", type=int, default=1, help="processes side by side (default: 1)")
     compare.add_argument(
-        "--draws", metavar="N", type=int, default=1000, help="bootstrap draws of users (default: 1000)"
+        "--seeds", metavar="N", type=_whole(1), default=3, help="runs of each trained model (default: 3)"
+    )
+    compare.add_argument("--jobs", metavar="N", type=_whole(1), default=1, help="processes side by side (default: 1)")
+    compare.add_argument(
+        "--draws", metavar="N", type=_whole(1), default=1000, help="bootstrap draws of users (default: 1000)"
     )
     compare.add_argument("--json", action="store_true", help="the same as JSON")
 
     diff = verb("diff", "compare two runs on the same test samples: is the difference real?")
     diff.add_argument("run_a", metavar="RUN_A", help="a tested run's folder")
     diff.add_argument("run_b", metavar="RUN_B", help="another; differences are B - A")
-    diff.add_argument("--draws", metavar="N", type=int, default=1000, help="bootstrap draws of users (default: 1000)")
-    diff.add_argument("--level", metavar="SHARE", type=float, default=0.95, help="of the intervals (default: 0.95)")
-    diff.add_argument("--seed", metavar="N", type=int, default=0, help="of the draws (default: 0)")
+    diff.add_argument(
+        "--draws", metavar="N", type=_whole(1), default=1000, help="bootstrap draws of users (default: 1000)"
+    )
+    diff.add_argument("--level", metavar="SHARE", type=_share, default=0.95, help="of the intervals (default: 0.95)")
+    diff.add_argument("--seed", metavar="N", type=_whole(0), default=0, help="of the draws (default: 0)")
     diff.add_argument("--json", action="store_true", help="the same as JSON")
 
     plan = verb("plan", "choose a layout for a recipe on a machine, before there is one; 1 if nothing fits")
@@ -87,8 +92,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="TOML of the machine, or the name of an example such as h200-host (default: this machine)",
     )
-    plan.add_argument("--gpus", metavar="N", type=int, help="devices to use (default: all of the machine)")
-    plan.add_argument("--batch", metavar="N", type=int, help="samples per device (default: data.batch_size / devices)")
+    plan.add_argument("--gpus", metavar="N", type=_whole(1), help="devices to use (default: all of the machine)")
+    plan.add_argument(
+        "--batch", metavar="N", type=_whole(1), help="samples per device (default: data.batch_size / devices)"
+    )
     plan.add_argument("--profile", metavar="FILE", help="TOML of measured rates, instead of assumed ones")
     plan.add_argument("--spec", metavar="FILE", help="also write what the planner was told of the model, as TOML")
     plan.add_argument(
@@ -109,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     _recipe(ladder)
     _measure(ladder)
     ladder.add_argument(
-        "--train-steps", metavar="N", type=int, default=50, help="training before the NE of a rung; 0: no NE (50)"
+        "--train-steps", metavar="N", type=_whole(0), default=50, help="training before the NE of a rung; 0: no NE (50)"
     )
     ladder.add_argument("--recompute", action="store_true", help="keep only the layers' inputs, on every rung")
     ladder.add_argument("--rung", metavar="NAME", action="append", default=[], help="measure only this; repeatable")
@@ -120,7 +127,11 @@ def parser() -> argparse.ArgumentParser:
         help="of this rung write efficiency.json, too, as `bench` does",
     )
     ladder.add_argument(
-        "--limit", metavar="SECONDS", type=float, default=0.0, help="for a rung, compilation included (default: none)"
+        "--limit",
+        metavar="SECONDS",
+        type=_seconds,
+        default=0.0,
+        help="for a rung, compilation included (default: none)",
     )
 
     _data(verb("data", "build and look at event logs"), common)
@@ -135,6 +146,32 @@ def parser() -> argparse.ArgumentParser:
     doctor = verb("doctor", "say what is installed, whether it fits together, and what would run where")
     doctor.add_argument("--json", action="store_true", help="the same as JSON")
     return top
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.lstrip("+-").isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number, {least} or more")
+        return int(text)
+
+    return read
+
+
+def _share(text: str) -> float:
+    value = _seconds(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a share between 0 and 1, such as 0.95")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a number, 0 or more")
+    return value
 
 
 def _recipe(command: argparse.ArgumentParser, name: str = "RECIPE", text: str = "see `gem-train recipes`") -> None:
@@ -160,9 +197,9 @@ def _measure(command: argparse.ArgumentParser) -> None:
         default=[],
         help="random batches instead of the data's: histories of this source uniform in 1..LENGTH; repeatable",
     )
-    command.add_argument("--steps", metavar="N", type=int, default=5, help="timed steps (5)")
-    command.add_argument("--warm-up", metavar="N", type=int, default=2, help="steps before them (2)")
-    command.add_argument("--repeats", metavar="N", type=int, default=3, help="of each layer alone (3)")
+    command.add_argument("--steps", metavar="N", type=_whole(1), default=5, help="timed steps (5)")
+    command.add_argument("--warm-up", metavar="N", type=_whole(0), default=2, help="steps before them (2)")
+    command.add_argument("--repeats", metavar="N", type=_whole(0), default=3, help="of each layer alone (3)")
 
 
 def _data(command: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -208,7 +245,7 @@ def _data(command: argparse.ArgumentParser, common: argparse.ArgumentParser) -> 
 def _build(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", metavar="LOG", required=True, help="the folder of the log")
     command.add_argument("--memory", metavar="SIZE", default="2GiB", help="stay within it, about (default: 2GiB)")
-    command.add_argument("--threads", metavar="N", type=int, default=2, help="default: 2")
+    command.add_argument("--threads", metavar="N", type=_whole(1), default=2, help="default: 2")
     command.add_argument(
         "--vocabulary-until",
         metavar="SECONDS",

@@ -37,9 +37,10 @@ from gem_kernels import block_attention, jagged, jagged_attention, layer_norm, m
 from gem_kernels.gdpa.activations import ACTIVATIONS
 from gem_kernels.nn import PMA, LayerNorm, RMSNorm
 from gem_lowprec import low_precision_attention
+from gem_model.history import History, turns, uniform_offsets
 from gem_model.layers import Layers
 from gem_model.projection import with_bias
-from gem_model.sequence import History, HistoryAttention, PersonalisedFFN, SequenceLayer, uniform_offsets
+from gem_model.sequence import HistoryAttention, PersonalisedFFN, SequenceLayer
 from torch import Tensor, nn
 
 Attention = Literal["padded", "varlen", "kernel", "fp8"]
@@ -202,13 +203,13 @@ class PeerAttention(HistoryAttention):
 
     def _rotate(self, x: Tensor, history: History) -> tuple[Tensor, ...]:
         """Rotate [T, 2 or 1, H, D] as the model does, the heads of all places at once."""
-        places = self.places(history)
+        places = turns(history, self.rotary)
         first = x.shape[2] // len(places) if places else 0
         parts = x.split((first, x.shape[2] - first), dim=2) if len(places) == 2 else [x]
         backend = "reference" if self.operators.rope == "torch" else None
         turned = [
-            rope(part.flatten(1, 2), None, base=base, positions=place, backend=backend).view(part.shape)
-            for part, (place, base) in zip(parts, places, strict=False)
+            rope(part.flatten(1, 2), None, base=turn.base, positions=turn.positions, backend=backend).view(part.shape)
+            for part, turn in zip(parts, places, strict=False)
         ]
         return (torch.cat(turned, dim=2) if turned else x).unbind(1)
 
