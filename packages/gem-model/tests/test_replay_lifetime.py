@@ -6,10 +6,12 @@ import dataclasses
 import os
 import random
 import re
+import subprocess
 import sys
 
 import pytest
 import torch
+from gem_kernels import dispatch
 from gem_model import GEM, TowerConfig, preset, replay, replay_checks, sequence
 from gem_model.layers import one_by_one
 from gem_model.recorder import waited_for
@@ -18,7 +20,7 @@ from gem_model.testing import example_inputs, random_batch
 from gem_model.testing_graphs import CpuGraphs, DanglingPointer, HostAsked, OneByOne
 from torch import nn
 
-STEPS = 14
+STEPS = 10
 VARIANTS = {
     "softmax": {"qk_norm": True, "layers": 2},
     "gdpa": {"attention": "gdpa", "window": 2, "causal": True, "rotary": "both"},
@@ -74,13 +76,18 @@ def short_histories(inputs, samples, seed, longest=8):
 )
 def test_graphs_do_what_their_operators_do_one_by_one(variant, half):
     model, inputs = build(**VARIANTS[variant])
-    batches = [random_batch(inputs, 9, seed=seed) for seed in (2, 3, 2, 4)]  # of more than one room
+    batches = [random_batch(inputs, 9, seed=seed) for seed in (2, 3, 2)]  # of two rooms
     model.layers.replay = OneByOne(model.layers)
     wanted = passes(model, batches, half)
     used = replayed(model)
     for _ in range(2):
         bits(passes(model, batches, half), wanted)
     assert len(used.record.passes) == 2 * len(used.graphs) > 2
+    inside = [t for graph in used.graphs.values() for t in (*graph.inputs, graph.upstream)]
+    owned = [*inside, used.sums.flat, *model.layers.parameters(), *model.layers.buffers()]
+    known = {t.untyped_storage().data_ptr() for t in owned}
+    for recorded in used.record.passes:
+        assert not [place.described for address, place in recorded.outside.items() if address not in known]
 
 
 @pytest.mark.filterwarnings("ignore:none of the 3 CUDA graphs")
@@ -321,3 +328,33 @@ def test_a_batch_that_no_room_takes_is_refused(checked, spoil, message):
     longest = tuple(1 if not change else most for most in graph.room.longest)
     with pytest.raises(ValueError, match=message):
         replay_checks.batch(x, histories, cls, longest)
+
+
+@pytest.mark.slow
+def test_portable_kernels_have_what_they_need():
+    """In Triton's interpreter, in a process of its own: it is chosen before kernels are imported."""
+    code = f"import runpy; runpy.run_path({__file__!r})['with_kernels']()"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["gdpa", "jagged_attention", "norms", "projections", "sequences"]
+
+
+def with_kernels():
+    """Layers of portable kernels; prints for which operators there were any."""
+    used = set()
+
+    def choose(op, q, backend, features):
+        problem = dispatch.Problem(op=op, device=q.device, dtype=q.dtype, head_dim=q.shape[-1])
+        assert dispatch._triton_applies(problem)[0]
+        used.add(op)
+        return "triton"
+
+    dispatch.choose = choose
+    model, inputs = build(width=16, heads=1, layers=1, n_tokens=6, n_sum=2, pma_queries=2, recent=2, pffn_tokens=2)
+    batch = short_histories(inputs, 2, 1, 3)
+    model.layers.replay = OneByOne(model.layers)
+    wanted = passes(model, [batch])
+    replayed(model)
+    bits(passes(model, [batch]), wanted)
+    print(*sorted(used))

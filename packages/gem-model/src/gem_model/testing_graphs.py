@@ -10,8 +10,8 @@ Running a pass again, an error is raised where it
 * reads or writes memory outside the pool that has been freed since it was recorded, or lies elsewhere now;
 * asked on the host for what a tensor holds (`.item()`), or for a shape that depends on it: a capture can't.
 
-Whatever is free in the pool is filled with NaN (integers: -1), at the start of a pass and where it becomes free: what
-reads it is not finite. So is what another pass has overwritten that should not have.
+Whatever is free in the pool is filled with NaN (integers: -1), at the start of a pass and where it becomes free, and so
+is what was allocated and not written: what reads it is not finite.
 
 What it does not show: streams (everything stands in line), races inside of a kernel, and kernels of the card alone.
 """
@@ -41,6 +41,7 @@ from gem_model.sequence import History
 ALIGNMENT = 512  # bytes
 POISON = 0xFF  # in every byte: NaN in all floating-point formats but those of 8 bits, -1 in integers
 SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim")
+UNWRITTEN = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 
 
 class DanglingPointer(RuntimeError):
@@ -88,8 +89,8 @@ class Pool:
         """Those that nobody holds."""
         return [b for b in self.blocks if b.owner is None]
 
-    def take(self, like: Tensor) -> Tensor:
-        """The same tensor in a block."""
+    def take(self, like: Tensor) -> tuple[Tensor, Block]:
+        """The same tensor in a block, and that."""
         kept = like.untyped_storage()
         size = kept.nbytes()
         able = [b for b in self.free if size <= b.memory.numel() <= max(2 * size, ALIGNMENT)]
@@ -100,7 +101,7 @@ class Pool:
         storage = _storage(block.address, size)
         block.memory[:size].copy_(torch.empty(0, dtype=torch.uint8).set_(kept, 0, (size,), (1,)))  # type: ignore[call-overload]
         block.owner = StorageWeakRef(storage)
-        return _tensor(storage, like)
+        return _tensor(storage, like), block
 
     def holds(self, address: int) -> bool:
         """Whether it is in one of the blocks."""
@@ -140,6 +141,7 @@ class Pass:
     name: str
     unowned: list[Block]  # of the pool, when the recording began
     steps: list[Callable[[], None]] = field(default_factory=list)
+    outside: dict[int, Place] = field(default_factory=dict)  # by address, what it uses that is not in the pool
 
     def run(self) -> None:
         """Do it all again."""
@@ -214,7 +216,7 @@ class _Recording(TorchDispatchMode):
         if func._schema.name in SYNCS:
             raise HostAsked(f"{func} in the {self.recorded.name}: a capture cannot wait for what a tensor holds")
         flat, form = tree_flatten((args, kwargs))
-        given = [t for t in flat if isinstance(t, Tensor)]
+        given = [t for t in flat if _is_memory(t)]
         held = self.places(flat)
         known = {t.untyped_storage()._cdata for t in given}
         out = func(*args, **kwargs)
@@ -222,12 +224,16 @@ class _Recording(TorchDispatchMode):
         new = [
             i
             for i, t in enumerate(outputs)
-            if isinstance(t, Tensor) and t.untyped_storage().nbytes() and t.untyped_storage()._cdata not in known
+            if _is_memory(t) and t.untyped_storage().nbytes() and t.untyped_storage()._cdata not in known
         ]
         memory = {outputs[i].untyped_storage()._cdata for i in new}
         assert len(memory) == len(new), f"{func} returns tensors that share memory"
         for i in new:
-            outputs[i] = self.pool.take(outputs[i])
+            outputs[i], block = self.pool.take(outputs[i])
+            if func._schema.name in UNWRITTEN:
+                block.poison()
+                self.recorded.steps.append(block.poison)
+                return spec.unflatten(outputs)
         if new or func._schema.is_mutable:
             targets = {i: self.place(outputs[i]) for i in new}
             self.step(func, f"{func}", held, form, targets)
@@ -238,11 +244,14 @@ class _Recording(TorchDispatchMode):
         storage = t.untyped_storage()
         inside = self.pool.holds(storage.data_ptr())
         outside = None if inside or not storage.nbytes() else StorageWeakRef(storage)
-        return Place(_shape_of(t), storage.data_ptr(), storage.nbytes(), outside)
+        place = Place(_shape_of(t), storage.data_ptr(), storage.nbytes(), outside)
+        if outside is not None:
+            self.recorded.outside.setdefault(place.address, place)
+        return place
 
     def places(self, flat: list[Any]) -> list[Any]:
         """Arguments, places instead of tensors."""
-        return [self.place(t) if isinstance(t, Tensor) else t for t in flat]
+        return [self.place(t) if _is_memory(t) else t for t in flat]
 
     def step(self, func: Any, what: str, held: list[Any], form: Any, targets: dict[int, Place]) -> None:
         """Puts on the list: call `func` on what lies at these places, and put what it makes where it was put."""
@@ -304,6 +313,10 @@ def _kernels() -> Iterator[None]:
 
     with patch.object(GridExecutor, "__call__", launch):
         yield
+
+
+def _is_memory(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.device.type == "cpu"  # and not "meta"
 
 
 def _shape_of(t: Tensor) -> Tensor:
