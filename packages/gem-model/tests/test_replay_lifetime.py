@@ -76,7 +76,7 @@ def short_histories(inputs, samples, seed, longest=8):
 )
 def test_graphs_do_what_their_operators_do_one_by_one(variant, half):
     model, inputs = build(**VARIANTS[variant])
-    batches = [random_batch(inputs, 9, seed=seed) for seed in (2, 3, 2)]  # of two rooms
+    batches = [random_batch(inputs, 9, seed=seed) for seed in (2, 4, 2)]  # of two rooms
     model.layers.replay = OneByOne(model.layers)
     wanted = passes(model, batches, half)
     used = replayed(model)
