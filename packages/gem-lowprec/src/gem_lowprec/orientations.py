@@ -29,6 +29,8 @@ from gem_lowprec.quantize import FP8_1X128, FP8_128X128, QTensor, QuantSpec
 
 BLOCK = 128
 LINES = ("_ptr", "x_row", "row_row", "cols", "col_row")  # multiples of 16
+OWN_SUMS = False  # whether a kernel of one step adds up the tiles' column sums, and not torch; no card has timed it
+AHEAD = 0  # programs, as many as run at once (396): tiles are asked for by those so far before; no card has timed it
 REGISTERS = {4: 168, 8: 80}  # of a thread of the kernel by hand, by its warps: three programs on an SM
 
 
@@ -103,6 +105,29 @@ def _both(
             data = _scaled(x, scale[None, :], code[None, :], SCALE, HARDWARE)
             tl.store(col_scale_ptr + tile_row.to(tl.int64) * col_pitch + c, scale, mask=c < cols)
         tl.store(to_col, tl.trans(data), mask=in_col)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _add_up(part_ptr, sum_ptr, parts, cols, BM: tl.constexpr, BN: tl.constexpr):
+    """Sums of BN columns of [parts, cols] for a program: 32 bytes of a line."""
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    total = tl.zeros([BM, BN], tl.float32)
+    for first in range(0, parts, BM):
+        r = first + tl.arange(0, BM)
+        inside = (r < parts)[:, None] & (c < cols)[None, :]
+        total += tl.load(part_ptr + r.to(tl.int64)[:, None] * cols + c[None, :], mask=inside, other=0.0)
+    tl.store(sum_ptr + c, tl.sum(total, 0), mask=c < cols)
+
+
+def _total(partial: Tensor) -> Tensor:
+    """Column sums of [tiles, C] float32."""
+    if not OWN_SUMS:
+        return partial.sum(0)
+    parts, cols = partial.shape
+    total = partial.new_empty(cols)
+    tile = Tile(bm=512, bn=8, warps=8, stages=1)
+    launch(_add_up, -(-cols // tile.bn), partial.device, tile, partial, total, parts, cols, BM=tile.bm, BN=tile.bn)
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +250,7 @@ def quantize_both(
             dtype=x.dtype,
         )  # fmt: skip
 
-    found = Oriented(row=None, col=None, sums=partial.sum(0) if sums else None)
+    found = Oriented(row=None, col=None, sums=_total(partial) if sums else None)
     if row:
         scale = row_scale if _way(ways[0]) == 2 else row_scale[:, :rows].t()
         found = replace(found, row=packed(data, scale, (rows, cols), spec))
@@ -240,6 +265,7 @@ def _hand_constants(row: QuantSpec | None, col: QuantSpec | None, *, sums: bool,
     return {
         "ROW": _way(row), "COL": _way(col), "SUMS": sums, "NORM": norm, "THRESHOLD": threshold(E4M3, spec.mode),
         "EMAX": E4M3.emax, "WARPS": 8 if row and col else 4,  # docs/notes/lowprec.md, "Quantisers"
+        "AHEAD": 0,
     }  # fmt: skip
 
 
@@ -253,6 +279,7 @@ def _by_hand(
     if programs:
         with torch.cuda.device_of(x):
             constants = _hand_constants(row, col, sums=sums, norm=norm)
+            constants["AHEAD"] = -(-AHEAD // -(-x.shape[1] // BLOCK))
             warps = constants["WARPS"]
             both_kernel[(programs,)](*arguments, **constants, num_warps=warps, maxnreg=REGISTERS[warps])
 

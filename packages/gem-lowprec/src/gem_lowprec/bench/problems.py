@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gem_lowprec import norms, norms_shared
+from gem_lowprec import norms, norms_shared, orientations
 from gem_lowprec.bench.timing import Run
 from gem_lowprec.block_gemm import CONFIGS, block_matmul
 from gem_lowprec.convert import convert
@@ -30,6 +31,7 @@ from gem_lowprec.recipe import Recipe, Rule
 
 TOKENS = 65536
 SIZES = (1024, 2048, 4096)
+PROGRAMS = 396  # of the quantiser of both orientations, that an H200 has at once
 CHECKED = 512  # rows of a large product that are compared with float64
 
 
@@ -147,6 +149,22 @@ def _wrong(got: QTensor, expected: QTensor) -> float:
     return float((_codes(got) != _codes(expected)).double().mean())
 
 
+def _with(module: ModuleType, run: Run, **options: Any) -> Run:
+    """`run` under other values of a module's options: those of variants that are off."""
+
+    def changed() -> Any:
+        before = {option: getattr(module, option) for option in options}
+        try:
+            for option, value in options.items():
+                setattr(module, option, value)
+            return run()
+        finally:
+            for option, value in before.items():
+                setattr(module, option, value)
+
+    return changed
+
+
 def quantiser(name: str, device: torch.device, rows: int, cols: int) -> Problem:
     """One pass over [rows, cols] in BF16."""
     x = _normal(device, rows, cols)
@@ -157,6 +175,11 @@ def quantiser(name: str, device: torch.device, rows: int, cols: int) -> Problem:
         "1x128 both, 128x128 transposed": {"col_spec": FP8_128X128}, "128x128 both": {"spec": FP8_128X128},
     }  # fmt: skip
     runs: dict[str, Run] = {v: partial(quantize_both, x, **o) for v, o in both.items()}
+    for variant in ("1x128 both", "1x128 both, sums"):
+        both[f"{variant}, ahead"] = both[variant]
+        runs[f"{variant}, ahead"] = _with(orientations, runs[variant], AHEAD=PROGRAMS)
+    both["1x128 both, sums, own, ahead"] = both["1x128 both, sums"]
+    runs["1x128 both, sums, own, ahead"] = _with(orientations, runs["1x128 both, sums"], AHEAD=PROGRAMS, OWN_SUMS=True)
     runs |= {v: partial(quantize, x, s) for v, s in specs.items()}
 
     def check(variant: str) -> float:
@@ -200,16 +223,9 @@ def norm(name: str, device: torch.device, rows: int, cols: int, *, layer: bool) 
     def run() -> QTensor:
         return norm_quantize(x, gain, bias, eps=1e-6)[0]
 
-    def shared() -> QTensor:
-        norms.SHARED = True
-        try:
-            return run()
-        finally:
-            norms.SHARED = False
-
     runs: dict[str, Run] = {"norm to fp8": run}
     if (layer, cols) in norms_shared.WAYS:
-        runs["gain in shared memory"] = shared
+        runs["gain in shared memory"] = _with(norms, run, SHARED=True)
 
     def check(variant: str) -> float:
         part = x[:CHECKED].double()
