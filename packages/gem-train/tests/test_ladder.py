@@ -21,13 +21,14 @@ from gem_parallel import start
 from gem_train.cli import main
 from gem_train.config import to_toml
 from gem_train.instruments import forward_flops
+from gem_train.ladder import climb as climbing
 from gem_train.ladder import results
 from gem_train.ladder.climb import Options, climb
 from gem_train.ladder.hstu import HstuLayer, layer_flops, time_hstu
 from gem_train.ladder.peers import Operators, fp8_attention, install, padded_gdpa, padded_sdpa
 from gem_train.ladder.rungs import RUNGS, Rung, Stand, never
 from gem_train.measuring.batches import half_filled
-from gem_train.measuring.bench import compile_layers
+from gem_train.measuring.bench import StepTimes, compile_layers
 from gem_train.measuring.recompute import recompute
 from gem_train.testing import assembled, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
@@ -252,22 +253,40 @@ def test_a_rung_that_fails_or_is_missing_is_stepped_over_with_its_reason(cache, 
     assert rows[0]["ne"] is None
 
 
-def test_a_rung_that_takes_too_long_is_left_and_says_so(cache, monkeypatch):
-    def endless(*_args, **_options):
-        while True:
-            time.sleep(0.01)
+def forever(*_args, **_options):
+    while True:
+        time.sleep(0.01)
 
-    monkeypatch.setattr("gem_train.ladder.climb.time_steps", endless)
-    options = Options(fill={}, steps=1, warm_up=0, repeats=0, train_steps=0, names=("JFA",), limit=0.3)
+
+def test_a_rung_that_is_measured_for_too_long_is_left_and_the_next_goes_on(cache, monkeypatch):
+    def time_steps(*args, ready, **_options):
+        ready()
+        calls.append(args)
+        return forever() if len(calls) == 1 else StepTimes(
+            step_s=0.5, data_wait_s=0.0, samples_per_s=64.0, flops=1.0, memory_bytes=0
+        )  # fmt: skip
+
+    calls = []
+    monkeypatch.setattr(climbing, "time_steps", time_steps)
+    options = Options(fill={}, repeats=0, train_steps=0, names=("JFA", "GDPA"), ready_limit=600.0, limit=1.0)
+    with start("cpu", 30) as runtime:
+        first, second = climb(tiny_config(cache), runtime, options, report=lambda row: None)
+    assert "measuring took longer than the 1 s that --limit gives a rung" in first["reason"]
+    assert first["ready_s"] < first["took_s"]
+    assert (second["reason"], second["step_ms"]) == ("", 500.0)
+
+
+def test_a_rung_that_never_gets_ready_says_so(cache, monkeypatch):
+    monkeypatch.setattr(climbing, "time_steps", forever)  # compiles for ever
+    options = Options(fill={}, repeats=0, train_steps=0, names=("JFA",), ready_limit=0.3, limit=600.0)
     with start("cpu", 30) as runtime:
         (row,) = climb(tiny_config(cache), runtime, options, report=lambda row: None)
-    assert "longer than the 0.3 s that --limit gives a rung" in row["reason"]
+    assert "getting ready (torch.compile, warm-up) took longer than the 0.3 s that --ready-limit" in row["reason"]
+    assert row["ready_s"] is None
 
 
 def test_a_limit_outlives_what_swallows_it():
-    from gem_train.ladder.climb import _at_most
-
-    swallowed = []
+    limits, swallowed = climbing.Limits(0.0, 2.0), []
 
     def deaf():
         while not swallowed:
@@ -277,8 +296,13 @@ def test_a_limit_outlives_what_swallows_it():
                 swallowed.append(error)
         time.sleep(60)
 
-    with pytest.raises(TimeoutError, match="--limit"), _at_most(2.0):
-        deaf()
+    def measuring():
+        with limits:
+            limits.ready()
+            deaf()
+
+    with pytest.raises(TimeoutError, match="--limit"):
+        measuring()
     assert len(swallowed) == 1
 
 

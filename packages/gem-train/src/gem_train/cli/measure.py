@@ -26,6 +26,8 @@ from gem_train.progress import Progress
 from gem_train.run import quiet
 from gem_train.run_dir import RunDir, new_path, read_json, write_json
 
+READY_S = 300.0  # for a rung to get ready where only its measuring was limited
+
 
 def bench(arguments: argparse.Namespace) -> int:
     """Measure, print, and write efficiency.json and profile.toml."""
@@ -82,6 +84,7 @@ def ladder(config: RunConfig, arguments: argparse.Namespace) -> int:
         recompute=arguments.recompute,
         names=tuple(arguments.rung),
         done=tuple(done),
+        ready_limit=READY_S * bool(arguments.limit) if arguments.ready_limit is None else arguments.ready_limit,
         limit=arguments.limit,
         bench=arguments.bench,
     )

@@ -127,11 +127,13 @@ def parser() -> argparse.ArgumentParser:
         help="of this rung write efficiency.json, too, as `bench` does",
     )
     ladder.add_argument(
-        "--limit",
+        "--limit", metavar="SECONDS", type=_seconds, default=0.0, help="for measuring a rung (default: none)"
+    )
+    ladder.add_argument(
+        "--ready-limit",
         metavar="SECONDS",
         type=_seconds,
-        default=0.0,
-        help="for a rung, compilation included (default: none)",
+        help="for torch.compile and warm-up before that (default: 300 with --limit, else none)",
     )
 
     _data(verb("data", "build and look at event logs"), common)

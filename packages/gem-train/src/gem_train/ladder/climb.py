@@ -50,7 +50,8 @@ class Options:
         names: of the rungs to measure; empty is all.
         done: of rungs that have been measured before, to be stepped over unless they are in `names`.
         bench: the rung of which everything is measured that `gem-train bench` measures, into `row["efficiency"]`.
-        limit: seconds for a rung, torch.compile included; 0 is no limit. With one process only.
+        ready_limit: seconds for what comes before a rung's first timed step: assembling, torch.compile, the warm-up.
+        limit: seconds for a rung from then on; 0 is no limit, for both. With one process only.
     """
 
     fill: Mapping[str, int]
@@ -61,6 +62,7 @@ class Options:
     recompute: bool = False
     names: Sequence[str] = ()
     done: Sequence[str] = ()
+    ready_limit: float = 0.0
     limit: float = 0.0
     bench: str = ""
 
@@ -82,7 +84,9 @@ def climb(
         if name not in known:
             raise ValueError(f"{name!r} is no rung; there are {', '.join(map(repr, known))}")
     rows: list[dict[str, Any]] = []
-    below, reached, speed = Stand(), dict[str, Stand](), _Speed(runtime, options)
+    alone_here = runtime.world == 1  # nobody can be called back out of a collective
+    limits = Limits(options.ready_limit if alone_here else 0.0, options.limit if alone_here else 0.0)
+    below, reached, speed = Stand(), dict[str, Stand](), _Speed(runtime, options, limits.ready)
     for rung in rungs:
         base = below if rung.on is None else reached.get(rung.on, below)
         stand = base.up(rung, config)
@@ -101,7 +105,7 @@ def climb(
         began = time.perf_counter()
         if not reason:
             try:
-                with _at_most(options.limit if runtime.world == 1 else 0.0):
+                with limits:
                     if rung.hstu:
                         row |= speed.hstu(stand, here)
                     else:
@@ -121,40 +125,55 @@ def climb(
             below = stand
         reached[rung.name] = below
         row["reason"] = reason
-        row["took_s"] = time.perf_counter() - began
+        row["took_s"], row["ready_s"] = time.perf_counter() - began, limits.ready_s
         rows.append(row)
         report(row)
     speed.close()
     return rows
 
 
-@contextlib.contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds, as soon as Python runs again; 0 is no limit.
+class Limits:
+    """A context in which a rung first gets ready and then is measured, each for so many seconds at most; 0 is no limit.
 
-    Again every second, until the block is left: what runs at that moment may be something that swallows exceptions.
+    TimeoutError is raised in it as soon as Python runs again after that, and again every second until the block is
+    left: what runs at that moment may be something that swallows exceptions.
     """
 
-    def stop(_signal: int, _frame: Any) -> None:
-        raise TimeoutError(f"longer than the {seconds:g} s that --limit gives a rung")
+    def __init__(self, ready: float, measured: float) -> None:
+        self._given = {"--ready-limit": ready, "--limit": measured}
+        self._flag, self._began, self._before = "", 0.0, signal.getsignal(signal.SIGALRM)
+        self.ready_s: float | None = None  # how long it took to get ready
 
-    if not seconds:
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    def __enter__(self) -> None:
+        self._began, self.ready_s = time.perf_counter(), None
+        self._before = signal.signal(signal.SIGALRM, self._stop) if any(self._given.values()) else None
+        self._arm("--ready-limit")
+
+    def __exit__(self, *_: object) -> None:
+        if any(self._given.values()):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._before)
+
+    def ready(self) -> None:
+        """From here on it is measured."""
+        self.ready_s = time.perf_counter() - self._began
+        self._arm("--limit")
+
+    def _arm(self, flag: str) -> None:
+        self._flag = flag
+        if any(self._given.values()):
+            signal.setitimer(signal.ITIMER_REAL, self._given[flag], 1.0)
+
+    def _stop(self, _signal: int, _frame: Any) -> None:
+        doing = "measuring" if self._flag == "--limit" else "getting ready (torch.compile, warm-up)"
+        raise TimeoutError(f"{doing} took longer than the {self._given[self._flag]:g} s that {self._flag} gives a rung")
 
 
 class _Speed:
     """Times rungs one after another on one trainer, for as long as nothing but operators changes between them."""
 
-    def __init__(self, runtime: Runtime, options: Options) -> None:
-        self.runtime, self.options = runtime, options
+    def __init__(self, runtime: Runtime, options: Options, ready: Callable[[], None]) -> None:
+        self.runtime, self.options, self.ready = runtime, options, ready
         self._trainer: Trainer | None = None
         self._settings: tuple[str, ...] | None = None
         self._held = contextlib.ExitStack()
@@ -162,7 +181,8 @@ class _Speed:
     def __call__(self, stand: Stand, config: RunConfig, warm_up: int) -> dict[str, Any]:
         options = self.options
         trainer = self._at(stand, config)
-        times = time_steps(trainer, batches(trainer, options.fill, warm_up + options.steps), warm_up=warm_up)
+        source = batches(trainer, options.fill, warm_up + options.steps)
+        times = time_steps(trainer, source, warm_up=warm_up, ready=self.ready)
         peak = trainer.parts.peak.peak
         row = {
             "operators": asdict(stand.operators),
@@ -198,8 +218,13 @@ class _Speed:
         options = self.options
         trainer = self._at(dataclasses.replace(stand, compile=False), config)
         return time_hstu(
-            trainer, options.fill, steps=options.steps, warm_up=options.warm_up, compiled=stand.compile
-        )  # fmt: skip
+            trainer,
+            options.fill,
+            steps=options.steps,
+            warm_up=options.warm_up,
+            compiled=stand.compile,
+            ready=self.ready,
+        )
 
     def _at(self, stand: Stand, config: RunConfig) -> Trainer:
         if self._trainer is None or stand.settings != self._settings or stand.compile:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,8 +51,19 @@ def layer_flops(width: int, lengths: list[int]) -> int:
     return sum(lengths) * 2 * 5 * width * width + 4 * width * pairs
 
 
-def time_hstu(trainer: Trainer, fill: Mapping[str, int], *, steps: int, warm_up: int, compiled: bool) -> dict[str, Any]:
-    """A row of the ladder: seconds of a step of as many training FLOPs as the model's, by the FLOPs of whole layers."""
+def time_hstu(
+    trainer: Trainer,
+    fill: Mapping[str, int],
+    *,
+    steps: int,
+    warm_up: int,
+    compiled: bool,
+    ready: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """A row of the ladder: seconds of a step of as many training FLOPs as the model's, by the FLOPs of whole layers.
+
+    `ready` is called before the first timed step.
+    """
     device, config = trainer.runtime.device, trainer.config
     batch = next(batches(trainer, fill, 1))
     width, heads = config.model.width, config.model.heads
@@ -84,6 +95,8 @@ def time_hstu(trainer: Trainer, fill: Mapping[str, int], *, steps: int, warm_up:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for i in range(warm_up + steps):
+        if i == warm_up:
+            ready()
         began = time.perf_counter()
         step()
         if i >= warm_up:

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,14 +84,25 @@ def compile_layers(trainer: Trainer, **options: Any) -> None:
             module.compile(**{"dynamic": True, **options})
 
 
-def time_steps(trainer: Trainer, source: Iterator[JaggedBatch], *, warm_up: int = WARM_UP) -> StepTimes:
-    """Train on every batch of `source`; the first `warm_up` are not timed. Raises ValueError where none is left."""
+def time_steps(
+    trainer: Trainer,
+    source: Iterator[JaggedBatch],
+    *,
+    warm_up: int = WARM_UP,
+    ready: Callable[[], None] = lambda: None,
+) -> StepTimes:
+    """Train on every batch of `source`; the first `warm_up` are not timed. Raises ValueError where none is left.
+
+    `ready` is called before the first timed step.
+    """
     device = trainer.runtime.device
     steps, waits, flops = [], [], []
     began = _now(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for i, batch in enumerate(source):
+        if i == warm_up:
+            ready()
         arrived = time.perf_counter()
         trainer.model.train()
         trainer.step(batch)
