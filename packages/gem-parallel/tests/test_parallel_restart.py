@@ -68,7 +68,7 @@ def until_a_rank_dies(runtime, folder):
 
 
 def test_the_others_name_the_rank_that_died(tmp_path):
-    run_ranks(4, __file__, "until_a_rank_dies", tmp_path, str(tmp_path))
+    run_ranks(4, __file__, "until_a_rank_dies", tmp_path, str(tmp_path), timeout_s=20)
     for rank in (0, 1, 3):
         said = (tmp_path / f"said-{rank}.txt").read_text()
         assert f"rank {rank} of 4 waited" in said

@@ -297,8 +297,11 @@ def full_state(parallel: ParallelModel) -> dict[str, dict[str, torch.Tensor]]:
     return full
 
 
-def run_ranks(world: int, file: str, function: str, folder: Path, *args: Any, device: str = "cpu") -> list[Any]:
-    """Run `function(runtime, *args)` of the test file `file` on `world` processes; everyone's result by rank.
+def run_ranks(
+    world: int, file: str, function: str, folder: Path, *args: Any, device: str = "cpu", timeout_s: float = 60
+) -> list[Any]:
+    """Run `function(runtime, *args)` of the test file `file` on `world` processes; everyone's result by rank. They wait
+    `timeout_s` for one another: long on a busy machine, but for tests of what happens then.
 
     A rank that ends by itself (`os._exit(0)`) has the result None. On the CPU, the processes are forked from a clean
     server which has imported TorchRec once.
@@ -315,7 +318,7 @@ def run_ranks(world: int, file: str, function: str, folder: Path, *args: Any, de
         method = "forkserver"
         torch.multiprocessing.get_context(method).set_forkserver_preload(["gem_parallel.testing"])
     start_processes(
-        _rank, (world, str(here), file, function, args, device), nprocs=world, start_method=method, join=True
+        _rank, (world, str(here), file, function, args, device, timeout_s), nprocs=world, start_method=method, join=True
     )
     results = []
     for rank in range(world):
@@ -327,7 +330,16 @@ def run_ranks(world: int, file: str, function: str, folder: Path, *args: Any, de
     return results
 
 
-def _rank(rank: int, world: int, folder: str, file: str, function: str, args: tuple[Any, ...], device: str) -> None:
+def _rank(
+    rank: int,
+    world: int,
+    folder: str,
+    file: str,
+    function: str,
+    args: tuple[Any, ...],
+    device: str,
+    timeout_s: float,
+) -> None:
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None
@@ -337,7 +349,7 @@ def _rank(rank: int, world: int, folder: str, file: str, function: str, args: tu
     outcome: tuple[Any, str | None]
     try:
         init = f"file://{folder}/store"
-        with start(device, timeout_s=60, rank=rank, world=world, init_method=init) as runtime:
+        with start(device, timeout_s=timeout_s, rank=rank, world=world, init_method=init) as runtime:
             outcome = (getattr(module, function)(runtime, *args), None)
     except BaseException:
         outcome = (None, traceback.format_exc())
