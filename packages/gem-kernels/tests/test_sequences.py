@@ -246,7 +246,7 @@ def test_errors():
         ("a_total must be from 0 to the number of tokens, 3; got 4", ValueError, lambda: jagged_split(x, at, at, 4)),
         ("longest must be at least 1; got 0", ValueError, lambda: jagged_to_padded(x, at, 0)),
         (r"padded must be \[B, L, ...\]", ValueError, lambda: padded_to_jagged(x, at, 3)),
-        ("total must not be negative; got -1", ValueError, lambda: padded_to_jagged(x[:2, None], at, -1)),
+        ("total must be at least 0; got -1", ValueError, lambda: padded_to_jagged(x[:2, None], at, -1)),
         ("offsets must run", ValueError, lambda: padded_to_jagged(x[:2, None], at, 4)),
         (r"bias must be \(2, 4\)", ValueError, lambda: jagged_add(x, x, at)),
     ):
