@@ -6,12 +6,14 @@ import json
 
 import pytest
 import torch
+from gem_kernels.schedule import TileShape, tiles
 from gem_model import GEM, TowerConfig, preset, replay
 from gem_model.layers import one_by_one
-from gem_model.replay import GradientSums, Replay, Room, capacity
+from gem_model.replay import GradientSums, Replay, Room, at_capacity, capacity
+from gem_model.sequence import History
 from gem_model.testing import example_inputs, random_batch
 from gem_model.testing_graphs import OneByOne
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 VARIANTS = {
@@ -78,6 +80,28 @@ def test_added_samples_change_nothing_for_the_others(variant):
         model(batch)
     assert model.layers.replay is kept
     assert kept.graphs == {}
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=40), st.integers(0, 9), st.integers(0, 3))
+def test_tile_lists_have_room_for_the_added_samples(lengths, cls, spare):
+    """Those of kernels are as long as sizes known on the host allow; short histories fill them to the end."""
+    events = sum(lengths)
+    room = Room(batch=len(lengths), events=(capacity(events + 30 * spare),), longest=(8,))
+    assume(room.serves(len(lengths), (events,), (8,)))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    history = History(
+        tokens=torch.zeros(events, 2), offsets=offsets, max_len=8, rank=torch.zeros(events, dtype=torch.int64),
+        age=torch.zeros(events),
+    )  # fmt: skip
+    full = at_capacity(torch.zeros(len(lengths), 1, 2), {"a": history}, {}, room)[1]["a"]
+    samples, keys = len(lengths) + room.added, full.offsets
+    assert keys[-1] == room.events[0]
+    assert keys.diff().amin() >= 0
+    assert keys.diff().amax() <= 8
+    queries = keys + torch.arange(samples + 1) * cls
+    shape = TileShape(consumers=3, step=64)
+    assert len(tiles(queries, keys, 4, shape)) <= shape.bound(int(queries[-1]), samples, 4)
+    assert len(tiles(keys, queries, 4, shape)) <= shape.bound(room.events[0], samples, 4)
 
 
 def test_gradient_sums_go_on_from_what_is_there():

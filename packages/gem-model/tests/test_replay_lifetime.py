@@ -330,6 +330,26 @@ def test_a_batch_that_no_room_takes_is_refused(checked, spoil, message):
         replay_checks.batch(x, histories, cls, longest)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("heads", [2, 4, 8])  # of 128, 64 and 32 numbers
+def test_on_a_card_passes_repeat_for_thousands_of_short_histories(heads, monkeypatch, recwarn):
+    monkeypatch.setenv("GEM_CHECK_GRAPHS", "1")
+    torch.manual_seed(0)
+    inputs = example_inputs()
+    model = GEM(preset("base", heads=heads, layers=2, dropout=0.0), inputs).cuda().train()
+    model.layers.replay = used = Replay(model.layers)
+    for step in range(12):
+        batch = short_histories(inputs, 2048, step, longest=16).to("cuda")
+        model.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits = model(batch)
+        model.loss(logits, batch).backward()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert used.passes == 12
+    assert not [str(w.message) for w in recwarn if "replay" in str(w.message)]
+
+
 @pytest.mark.slow
 def test_portable_kernels_have_what_they_need():
     """In Triton's interpreter, in a process of its own: it is chosen before kernels are imported."""
