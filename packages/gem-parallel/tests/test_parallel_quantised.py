@@ -12,15 +12,24 @@ import textwrap
 import pytest
 import torch
 from gem_parallel import MemoryConfig
-from gem_parallel.memory import recompute
+from gem_parallel.memory import recompute, worth
 from gem_parallel.memory.keeper import Keeper
+from gem_parallel.memory.live import Backward
 from gem_parallel.memory.mx4 import Mx4Quantiser
 from gem_parallel.memory.offload import HostStore
+from gem_parallel.memory.profile import Curve, Point, count_saved
 from gem_parallel.memory.quantise import Fp8Quantiser
 from gem_parallel.memory.regions import MEASURED_STEPS, Regions
-from gem_parallel.memory.testing import stack, train_step
+from gem_parallel.memory.testing import sample, stack, train_step
 from torch import nn
 from torch.utils import checkpoint
+
+
+class Clock:
+    """In the place of what a plan measures."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = self.host_s = seconds
 
 
 @pytest.mark.parametrize("block", [0, 32])
@@ -118,7 +127,8 @@ def test_the_fused_quantiser_is_the_plain_one_in_the_interpreter():
 @pytest.mark.parametrize(
     ("form", "block", "near", "bytes_of_four"), [("fp8", 0, 0.05, 1.2), ("fp8", 32, 0.05, 1.2), ("mx4", 0, 0.35, 0.56)]
 )
-def test_gradients_with_rounded_activations_are_near(policy, form, block, near, bytes_of_four):
+def test_gradients_with_rounded_activations_are_near(policy, form, block, near, bytes_of_four, monkeypatch):
+    monkeypatch.setattr(worth._Watching, "_time_packing", lambda *_: (Clock(0.0), Clock(0.0), 0))
     plain, model = stack(dropout=0.0), stack(dropout=0.0)
     config = MemoryConfig(policy=policy, budget=0.6, quantise=form, quantise_min_kib=1, quantise_block=block)
     regions = Regions(model, ["0", "1", "2"], config)
@@ -147,23 +157,54 @@ def test_the_checkpoint_sees_the_devices_of_quantised_inputs(monkeypatch):
     assert seen == [{"cpu"}] * 3
 
 
-def test_a_plan_reckons_with_what_is_stored():
-    """With FP8 the same budget in bytes keeps more, so that less is computed again."""
-    plans = {}
-    for quantise in ("none", "fp8"):
-        model = stack(dropout=0.0)
-        config = MemoryConfig(
-            policy="regions", budget_gib=480 / 2**20, quantise=quantise, quantise_min_kib=1, exclude=("*norm*",)
-        )
-        regions = Regions(model, ["0", "1", "2"], config)
-        for seed in range(MEASURED_STEPS + 1):
-            train_step(model, seed, regions)
-        plans[quantise] = regions.plan
-        assert regions.plan.peak <= 480 * 1024
-    whole = {name: sum(row.whole for row in plan.regions) for name, plan in plans.items()}
-    assert 0.25 < whole["fp8"] / whole["none"] < 0.6  # norms keep theirs in float32
-    assert plans["none"].seconds > 0
-    assert all(row.point.names is None for row in plans["fp8"].regions)  # all fits
+@pytest.mark.parametrize("takes", [0.0, 1.0], ids=["packing is free", "packing is dear"])
+def test_a_plan_packs_where_that_costs_less_than_to_compute_again(takes, monkeypatch):
+    """With FP8 the same budget in bytes keeps more; whether that is worth its kernels, the plan decides."""
+    monkeypatch.setattr(worth._Watching, "_time_packing", lambda *_: (Clock(takes), Clock(takes), 0))
+    plain, model = stack(dropout=0.0), stack(dropout=0.0)
+    config = MemoryConfig(
+        policy="regions", budget_gib=480 / 2**20, quantise="fp8", quantise_min_kib=1, exclude=("*norm*",)
+    )
+    regions = Regions(model, ["0", "1", "2"], config)
+    for seed in range(MEASURED_STEPS + 2):
+        expected, got = train_step(plain, seed), train_step(model, seed, regions)
+    plan = regions.plan
+    assert plan.peak <= 480 * 1024
+    assert all(row.whole == count_saved(plain[0], (sample(),), {}, plain[0]) for row in plan.regions)
+    packed = [row.point.packs for row in plan.regions]
+    again = [row.point.names == () or bool(row.point.again) for row in plan.regions]
+    assert any(packed) == (takes == 0)
+    assert any(again) == (takes == 1)
+    assert takes == 0 or "as it is" in str(plan)
+    for a, b in zip(expected[3:], got[3:], strict=True):
+        assert (a - b).norm() <= (0.0 if takes else 0.05) * a.norm() + 1e-9
+    assert takes or any(not torch.equal(a, b) for a, b in zip(expected[3:], got[3:], strict=True))
+
+
+def test_of_packed_and_plain_points_the_cheaper_ones_remain():
+    def points(*rows):
+        return tuple(Point(kept=kept, seconds=seconds, names=None) for kept, seconds in rows)
+
+    packed = Curve(region="0", points=points((30, 6.0), (60, 3.0)), forward_s=9.0)
+    plain = Curve(region="0", points=points((40, 4.0), (70, 3.5), (80, 1.0), (100, 0.0)), forward_s=9.0)
+    found = worth.merged(packed, plain)
+    assert [(p.kept, p.seconds, p.packs) for p in found.points] == [
+        *((30, 6.0, True), (40, 4.0, False), (60, 3.0, True)),
+        *((80, 1.0, False), (100, 0.0, False)),
+    ]
+    assert found.whole == 100
+
+
+def test_what_is_dearer_to_pack_than_to_compute_is_computed_first():
+    norm = worth.Cost("norm#0", seconds=1.0, nbytes=50, first=1, last=2, packing_s=2.0)
+    product = worth.Cost("linear#0", seconds=9.0, nbytes=50, first=3, last=4, packing_s=2.0)
+    backward = Backward([])
+    backward.packing_s = 5.0  # a third tensor's are 1
+    found = worth.curve("0", [norm, product], inputs=10, saved=150, unpacked=300, forward_s=99.0, backward=backward)
+    assert [(p.kept, p.seconds) for p in found.points] == [(10, 99 + 5 * 10 / 150), (50, 11.0), (100, 4.0), (150, 5.0)]
+
+
+def test_a_plan_knows_what_is_stored():
     keeper = Keeper(Fp8Quantiser(), min_bytes=100, offload_bytes=10_000)
     assert [keeper.size(torch.empty(1, n)) for n in (8, 100, 10_000)] == [32, 100, 0]
 

@@ -113,7 +113,8 @@ def trained(config, replay, device="cpu"):
     return rows[2:], model.layers.replay
 
 
-def compare(rows, wanted, exact):
+def compare(rows, wanted, config):
+    exact = config.quantise == "none"
     for want, got in zip(wanted, rows, strict=True):
         assert want.keys() == got.keys()
         assert torch.equal(want["numbers"], got["numbers"])
@@ -122,7 +123,8 @@ def compare(rows, wanted, exact):
         else:
             whole = sum(float(w.double().square().sum()) for w in want.values())
             wrong = sum(float((want[n].double() - got[n].double()).square().sum()) for n in want)
-            assert 0 < wrong < 0.1**2 * whole
+            assert wrong < 0.1**2 * whole
+            assert wrong > 0 or config.policy != "keep", "a plan may have packed nothing"
     assert not torch.equal(rows[0]["logits"], rows[1]["logits"]), "dropout follows the seed"
 
 
@@ -133,7 +135,7 @@ def test_what_a_graph_would_capture_has_the_unchecked_gradients(policy, monkeypa
     wanted, _ = trained(None, Captured)
     rows, replay = trained(config, Captured)
     assert replay.ran >= STEPS - 2
-    compare(rows, wanted, exact=config.quantise == "none")
+    compare(rows, wanted, config)
 
 
 def test_graphs_wait_for_the_plan(tmp_path, monkeypatch):
@@ -183,4 +185,4 @@ def test_on_a_card_graphs_compute_again_what_they_would_have_kept(policy):
     rows, used = trained(config, replay, "cuda")
     assert len(used.graphs) == 1
     assert used.passes >= STEPS - 2
-    compare(rows, wanted, exact=config.quantise == "none")
+    compare(rows, wanted, config)

@@ -120,12 +120,14 @@ class Backward:
     Attributes:
         moments: in their order.
         ahead: the most that a second forward pass needs.
+        packing_s, packing_host_s: of the device and of the host, to pack all that is packed and to unpack it.
     """
 
     def __init__(self, saved: Collection[Saved]) -> None:
         self.saved = saved
         self.moments: list[Moment] = []
         self.ahead = 0
+        self.packing_s = self.packing_host_s = 0.0
         self._meter: Meter | None = None
         self._whole = self._live = self._at = self._read = 0
 

@@ -74,11 +74,12 @@ class MemoryPlan:
             f"{'region':28} {'kept MiB':>10} {'of':>9} {'share':>6} {'again ms':>9} {'of forward':>10}  keeps",
         ]
         for row in self.regions:
+            packed = "" if row.point.packs else ", as it is"
             share = row.point.kept / row.whole if row.whole else 1.0
             again = row.point.seconds / row.forward_s if row.forward_s else 0.0
             lines.append(
                 f"{row.region:28} {row.point.kept / _MIB:>10.2f} {row.whole / _MIB:>9.2f} {share:>6.0%} "
-                f"{row.point.seconds * 1e3:>9.3f} {again:>10.0%}  {_what(row.point, self.engine)}"
+                f"{row.point.seconds * 1e3:>9.3f} {again:>10.0%}  {_what(row.point, self.engine)}{packed}"
             )
         return "\n".join(lines)
 

@@ -159,6 +159,7 @@ class Point:
         again: results that are computed again by themselves; everything else that autograd saves is kept.
         budget: for a compiled region, the share that its partitioner may keep.
         working: bytes while its backward runs, which hold what was computed again, unpacked.
+        packs: whether what is kept is quantised, where that is asked for.
     """
 
     kept: int
@@ -167,6 +168,7 @@ class Point:
     again: tuple[str, ...] = ()
     budget: float = 1.0
     working: int = 0
+    packs: bool = True
 
     @property
     def option(self) -> Option:

@@ -44,6 +44,7 @@ from gem_parallel.memory.quantise import Fp8Quantiser, Quantiser
 from gem_parallel.memory.recompute import Function, recompute
 
 CALLS = ("forward", "rows", "rows_twice")  # of a module: gem-kernels' norms are asked for more than their result
+PLAIN = Keeper(None, min_bytes=0)  # packs nothing
 MEASURED_STEPS = 2  # of which the last one counts: the first compiles kernels
 
 
@@ -215,14 +216,15 @@ class Regions:
         point = self._points[name]
         if self.config.engine == "compile":
             function = self._compiled_for(name, function, point.budget)
+        keeper = self.keeper if point.packs else PLAIN
         if point.names is not None:
-            return recompute(function, args, kwargs, frozenset(point.names), self.keeper)
+            return recompute(function, args, kwargs, frozenset(point.names), keeper)
         if point.again:
-            with Saving(frozenset(point.again), self.keeper, least=self._least, module=module).hooks():
+            with Saving(frozenset(point.again), keeper, least=self._least, module=module).hooks():
                 return function(*args, **kwargs)
-        if not self.keeper.works:
+        if not keeper.works:
             return function(*args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(self.keeper.pack_saved, self.keeper.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(keeper.pack_saved, keeper.unpack):
             return function(*args, **kwargs)
 
     def _compiled_for(self, name: str, function: Function, budget: float) -> Function:
@@ -259,23 +261,33 @@ class Regions:
 
     def _measure_results(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
         """The curve of a region whose results are computed again one by one."""
-        card, size = is_on_card(args, kwargs), self.keeper.size if self.keeper.works else bytes_of
-        before = hold_back if card else _nothing
-        saved, costs, backward = worth.watch(
-            function, args, kwargs, module, self.keeper, least=self._least, before=before
-        )
-        unpacked = count_saved(function, args, kwargs, module) if self.keeper.works else saved
+        card = is_on_card(args, kwargs)
         host_s = host_cost(function, args, kwargs).forward_s
-        self.curves[name] = worth.curve(
-            name,
-            costs,
-            inputs=tensor_bytes((args, kwargs), size),
-            saved=saved,
-            unpacked=unpacked,
-            forward_s=device_seconds(function, args, kwargs) if card else host_s,
-            host_s=host_s if card and self.launched else None,
-            backward=backward,
-        )
+        forward_s = device_seconds(function, args, kwargs) if card else host_s
+        whole = 0  # bytes of all, unpacked
+        found = []
+        for keeper in (PLAIN, self.keeper) if self.keeper.works else (PLAIN,):
+            saved, costs, backward = worth.watch(
+                function, args, kwargs, module, keeper, least=self._least, before=hold_back if card else _nothing
+            )
+            whole = whole or saved
+            found.append(
+                worth.curve(
+                    name,
+                    costs,
+                    inputs=tensor_bytes((args, kwargs), keeper.size if keeper.works else bytes_of),
+                    saved=saved,
+                    unpacked=whole,
+                    forward_s=forward_s,
+                    host_s=host_s if card and self.launched else None,
+                    backward=backward,
+                )
+            )
+        plain, *packed = found
+        if not packed:
+            self.curves[name] = plain
+        else:  # what is moved to the host takes time that is not measured: all of it is, then
+            self.curves[name] = packed[0] if self.keeper.offload_bytes else worth.merged(packed[0], plain)
 
     def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
         """The curve of a compiled region; equal modules with equal inputs are compiled and measured once."""

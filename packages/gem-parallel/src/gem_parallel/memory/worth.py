@@ -24,6 +24,7 @@ from gem_parallel.memory.live import Backward, Meter, Saved
 from gem_parallel.memory.profile import Curve, Point, Size, bytes_of, has_storage, plain_tensors, stored, thin
 
 REPEATS = 3  # of a measurement on a CPU, which others may use meanwhile
+REST = ""  # the name of what cannot be computed again
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the host's time in what is reckoned with
 
 
@@ -39,6 +40,7 @@ class Cost:
         whole: bytes of it when it has been computed, unpacked.
         first, last: when it is saved, counted in tensors; backward takes it in the opposite order.
         reads: names of other results that it is computed from.
+        packing_s, packing_host_s: what packing it takes where it is kept, and unpacking it for all who saved it.
     """
 
     name: str
@@ -49,6 +51,34 @@ class Cost:
     first: int = 0
     last: int = 0
     reads: set[str] = field(default_factory=set)
+    packing_s: float = 0.0
+    packing_host_s: float = 0.0
+
+
+class _Clock:
+    """Seconds of the device and of the host for what runs inside; the device's are known when it is through."""
+
+    def __init__(self, cuda: bool) -> None:
+        self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if cuda else None
+        self.host_s = 0.0
+
+    def __enter__(self) -> _Clock:
+        if self._events:
+            self._events[0].record()
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.host_s = time.perf_counter() - self._began
+        if self._events:
+            self._events[1].record()
+
+    @property
+    def seconds(self) -> float:
+        if not self._events:
+            return self.host_s
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) * 1e-3
 
 
 class _Watching(Saving):
@@ -58,7 +88,8 @@ class _Watching(Saving):
         super().__init__((), keeper, least=least, module=module)
         self.size = size
         self.costs: dict[str, Cost] = {}
-        self.events: dict[str, tuple[Any, Any]] = {}
+        self.clocks: dict[str, _Clock] = {}
+        self.packing: dict[tuple[Any, ...], tuple[_Clock, _Clock, int]] = {}  # once, once again, and who saves it
         self.own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers()) if has_storage(t)}
         self.places: dict[tuple[Any, ...], Saved] = {}  # what is kept
         self.storages: set[int] = set()  # of that; no other tensor gets one's address meanwhile
@@ -94,20 +125,23 @@ class _Watching(Saving):
 
     def _time(self, result: Result, cost: Cost, tensor: Tensor) -> None:
         self.computing = cost
-        events = None
-        if tensor.is_cuda:
-            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            events[0].record()
-        took = []
-        for _ in range(1 if tensor.is_cuda else REPEATS):
-            began = time.perf_counter()
-            result.compute()
-            took.append(time.perf_counter() - began)
-        cost.host_s = cost.seconds = min(took)
-        if events is not None:
-            events[1].record()
-            self.events[cost.name] = events
+        clocks = [_Clock(tensor.is_cuda) for _ in range(1 if tensor.is_cuda else REPEATS)]
+        for clock in clocks:
+            with clock:
+                result.compute()
+        self.clocks[cost.name] = min(clocks, key=lambda clock: clock.host_s)
         self.computing = None
+
+    def _time_packing(self, tensor: Tensor) -> tuple[_Clock, _Clock, int]:
+        quantiser = self.keeper.quantiser
+        assert quantiser is not None
+        there, back = _Clock(tensor.is_cuda), _Clock(tensor.is_cuda)
+        with torch.no_grad():
+            with there:
+                small = quantiser.pack(tensor.detach())
+            with back:
+                quantiser.unpack(small)
+        return there, back, 0
 
     def _count_bytes(self, tensor: Tensor, name: str | None) -> None:
         storage = tensor.untyped_storage()
@@ -117,17 +151,28 @@ class _Watching(Saving):
             whole = 0 if storage._cdata in self.storages else storage.nbytes()
             self.storages.add(storage._cdata)
             self.places[key] = Saved(stored(tensor, self.size), whole, StorageWeakRef(storage))
+            if packed and self.keeper.quantiser is not None and not self.keeper.offload_bytes:
+                self.packing[key] = self._time_packing(tensor)
         self.places[key].names.add(name)
+        if key in self.packing:
+            there, back, savers = self.packing[key]
+            self.packing[key] = there, back, savers + 1
 
     def finish(self) -> tuple[int, list[Cost]]:
         """Bytes that are kept in all, and the costs."""
-        for name, (began, ended) in self.events.items():
-            ended.synchronize()
-            self.costs[name].seconds = began.elapsed_time(ended) * 1e-3
-        for saved in self.places.values():
-            if saved.only is not None:
-                self.costs[saved.only].nbytes += saved.nbytes
-                self.costs[saved.only].whole += saved.whole
+        for name, clock in self.clocks.items():
+            self.costs[name].seconds, self.costs[name].host_s = clock.seconds, clock.host_s
+        rest = Cost(REST)
+        for key, saved in self.places.items():
+            cost = rest if saved.only is None else self.costs[saved.only]
+            cost.nbytes += saved.nbytes
+            cost.whole += saved.whole
+            if key in self.packing:
+                there, back, savers = self.packing[key]
+                cost.packing_s += there.seconds + savers * back.seconds
+                cost.packing_host_s += there.host_s + savers * back.host_s
+        self.backward.packing_s = sum(c.packing_s for c in (rest, *self.costs.values()))
+        self.backward.packing_host_s = sum(c.packing_host_s for c in (rest, *self.costs.values()))
         return sum(saved.nbytes for saved in self.places.values()), list(self.costs.values())
 
 
@@ -235,6 +280,9 @@ def curve(
     """
     whole = max(saved, inputs)
     seen = backward if backward is not None and backward.moments else None
+    packing_s = 0.0 if backward is None else backward.packing_s
+    packing_host_s = 0.0 if backward is None else backward.packing_host_s
+    part = min(inputs / max(saved, 1), 1.0)  # of what is packed, where inputs alone are kept
     worth = [c for c in costs if c.nbytes > 0]
 
     def seconds(device: float, host: float) -> float:
@@ -243,22 +291,31 @@ def curve(
     points = [
         Point(
             kept=inputs,
-            seconds=seconds(forward_s, host_s or 0.0),
+            seconds=seconds(forward_s + part * packing_s, (host_s or 0.0) + part * packing_host_s),
             names=(),
             working=max(unpacked, inputs, seen.most(whole=True) if seen else 0, seen.ahead if seen else 0),
         ),
-        Point(kept=whole, seconds=0.0, names=None, working=max(whole, seen.most() if seen else 0)),
+        Point(
+            kept=whole,
+            seconds=seconds(packing_s, packing_host_s),
+            names=None,
+            working=max(whole, seen.most() if seen else 0),
+        ),
     ]
     for share in SHARES if host_s is not None else SHARES[:1]:
 
         def dear(cost: Cost, share: float = share) -> float:
-            return max((1 - share) * cost.seconds + share * cost.host_s, 1e-12) / cost.nbytes
+            device, host = cost.seconds - cost.packing_s, cost.host_s - cost.packing_host_s
+            return ((1 - share) * device + share * host) / cost.nbytes
 
         order = sorted(worth, key=dear)
         for count in range(1, len(order) + 1):
             again = order[:count]
             kept = max(whole - sum(c.nbytes for c in again), inputs)
-            spent = seconds(sum(c.seconds for c in again), sum(c.host_s for c in again))
+            spent = seconds(
+                packing_s + sum(c.seconds - c.packing_s for c in again),
+                packing_host_s + sum(c.host_s - c.packing_host_s for c in again),
+            )
             points.append(Point(kept=kept, seconds=spent, names=None, again=tuple(c.name for c in again)))
     falling: list[Point] = []
     for point in sorted(points, key=lambda p: (p.kept, p.seconds)):
@@ -270,6 +327,18 @@ def curve(
             point = replace(point, working=max(point.kept, most))
         falling.append(point)
     return Curve(region=region, points=tuple(thin(falling)), forward_s=forward_s)
+
+
+def merged(packed: Curve, plain: Curve) -> Curve:
+    """The curve of a region that may pack what it keeps or leave it as it is, whichever costs less for its bytes: to
+    pack a tensor and unpack it moves six bytes for each that it saves of 16 bits, to compute a norm again two.
+    """
+    points = [*packed.points, *(replace(point, packs=False) for point in plain.points)]
+    falling: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.kept, p.seconds)):
+        if not falling or point.seconds < falling[-1].seconds or point.kept == plain.whole:
+            falling.append(point)
+    return replace(plain, points=tuple(thin(falling)))
 
 
 def step_seconds(forward_s: float, host_s: float, device: float, host: float) -> float:
