@@ -38,10 +38,10 @@ from gem_kernels.simulator.faults import KINDS, Fault
 from gem_kernels.simulator.language import Language
 from gem_kernels.simulator.machine import Machine, Partition, Program, Steps
 from gem_kernels.simulator.memory import Descriptor, Memory
-from gem_kernels.simulator.source import Changes, Library, called, knows
+from gem_kernels.simulator.source import Changes, Library, called, instead, knows
 from gem_kernels.simulator.values import TYPES, Value, value
 
-__all__ = ["KINDS", "Fault", "Simulation", "simulating"]
+__all__ = ["KINDS", "Fault", "Simulation", "instead", "simulating"]
 
 
 @dataclass

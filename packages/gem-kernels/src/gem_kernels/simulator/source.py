@@ -12,7 +12,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Generator, Mapping
-from types import CodeType, GeneratorType
+from types import CodeType, GeneratorType, ModuleType
 from typing import Any
 
 import triton.language as tl
@@ -66,6 +66,17 @@ def constant(x: Any) -> Any:
 def is_kernel(x: Any) -> bool:
     """Whether x is a function of Triton or Gluon."""
     return isinstance(x, (triton.runtime.jit.JITFunction, triton.runtime.interpreter.InterpretedFunction))
+
+
+def instead(module: ModuleType, text: str, other: str) -> dict[Any, tuple[str, str]]:
+    """For `changes`: every kernel of a module in whose source `text` is, with `other` in its place. Raises ValueError
+    if it is in none.
+    """
+    kernels = [x for x in vars(module).values() if is_kernel(x) and x.fn.__module__ == module.__name__]
+    found = {x: (text, other) for x in kernels if text in inspect.getsource(x.fn)}
+    if not found:
+        raise ValueError(f"{text!r} is in no kernel of {module.__name__}")
+    return found
 
 
 @functools.cache
