@@ -230,7 +230,9 @@ def _run(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Both passes at a head's width, a usual width, one that is no power of two, and the widest."""
+    """Both passes at a head's width, a usual width, one that is no power of two, and the widest; then the variants."""
+    from gem_kernels.norms import lean  # which imports this module
+
     cases = []
     for kind, width, swish in (
         ("rms", 128, False), ("rms", 512, False), ("layer", 384, True), ("layer", 512, False), ("layer", 8192, False),
