@@ -8,7 +8,7 @@ import pytest
 import torch
 from gem_kernels.bench import cases, prebuild, trials
 from gem_kernels.gdpa.activations import formula
-from gem_kernels.hopper import launch, window_across
+from gem_kernels.hopper import launch, window_across, window_rolling
 from gem_kernels.simulator import simulating
 from gem_kernels.testing import offsets_of, poisoned, relative_error
 from gem_kernels.tiling import dispatch
@@ -63,10 +63,13 @@ def whole(name, act, lq, lk, heads, dim, seed, device="cpu"):
     return *got, *dense(q, k, v, lq, lk, act)
 
 
-def windowed(across, act, lengths, left, heads, dim, seed, device="cpu"):
+def windowed(kind, act, lengths, left, heads, dim, seed, device="cpu"):
     q, k, v = inputs(sum(lengths), sum(lengths), heads, dim, seed, device)
     offsets = offsets_of(lengths, device)
-    got = window_across.forward(q, k, v, offsets, dim**-0.5, left, act=act, across=across)
+    if kind == "rolling":
+        got = window_rolling.forward(q, k, v, offsets, dim**-0.5, left, act=act)
+    else:
+        got = window_across.forward(q, k, v, offsets, dim**-0.5, left, act=act, across=kind == "across")
     return *got, *dense(q, k, v, lengths, lengths, act, left)
 
 
@@ -80,17 +83,17 @@ def test_configurations_in_the_simulator(name):
 
 
 @simulated
-@pytest.mark.parametrize("across", [True, False])
-@pytest.mark.parametrize(("act", "left", "dim"), [("softmax", 128, 64), ("silu", 64, 128)])
-def test_windows_in_the_simulator(act, left, dim, across):
-    for seed in range(2):
-        with simulating(seed=seed, processors=2), poisoned():
-            agree(*windowed(across, act, WINDOWED, left, 2, dim, seed))
+@pytest.mark.parametrize("kind", trials.WINDOWS)
+@pytest.mark.parametrize(("act", "left", "dim"), [("softmax", 256, 64), ("silu", 100, 128)])
+def test_windows_in_the_simulator(act, left, dim, kind):
+    for seed, processors in ((0, 2), (1, 5)):  # runs of several tiles, and of one or none
+        with simulating(seed=seed, processors=processors), poisoned():
+            agree(*windowed(kind, act, WINDOWED, left, 2, dim, seed))
 
 
 def test_every_trial_is_in_the_benchmark():
     assert {f"trial {name}" for name in launch.TRIALS} == set(trials.names(cases.case("self-half-512"), None))
-    assert trials.names(cases.case("half-4096-window"), "silu") == ["trial window across", "trial window own loader"]
+    assert trials.names(cases.case("half-4096-window"), "silu") == [f"trial window {x}" for x in trials.WINDOWS]
     for name in ("half-1024-causal", "half-1024-bias", "half-1024-d96"):
         assert not trials.names(cases.case(name), None)
     built = {variant for _, _, variant in prebuild.tasks(["self-half-512"], [None], lambda _: True, ("fa3",), True)}
@@ -119,9 +122,9 @@ def test_configurations(name, dim, act):
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("act", ["softmax", "silu"])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("across", [True, False])
-def test_windows(across, dim, act):
+@pytest.mark.parametrize("kind", trials.WINDOWS)
+def test_windows(kind, dim, act):
     lengths = torch.randint(0, 1025, (150,), generator=torch.Generator().manual_seed(dim)).tolist()
-    for left in (0, 64, 100, 256):
+    for left in (1, 64, 100, 256):
         with poisoned():
-            agree(*windowed(across, act, WINDOWED + lengths, left, 4, dim, 0, "cuda"))
+            agree(*windowed(kind, act, WINDOWED + lengths, left, 4, dim, 0, "cuda"))

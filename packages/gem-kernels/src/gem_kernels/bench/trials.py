@@ -15,7 +15,7 @@ from gem_kernels.bench.cases import Case
 if TYPE_CHECKING:
     from gem_kernels.bench.suite import Problem
 
-ACROSS = {"across": True, "own loader": False}
+WINDOWS = ("across", "own loader", "rolling")
 
 
 def names(case: Case, act: str | None) -> list[str]:
@@ -26,7 +26,7 @@ def names(case: Case, act: str | None) -> list[str]:
     if case.bias or (act is not None and act.endswith("_poly")):
         return []
     if left >= 0 and right == 0 and case.dim in (64, 128):
-        return [f"trial window {name}" for name in ACROSS]
+        return [f"trial window {name}" for name in WINDOWS]
     if max(left, right) >= 0 or case.dim not in (64, 128):
         return []
     return [f"trial {name}" for name in launch.TRIALS]
@@ -34,20 +34,22 @@ def names(case: Case, act: str | None) -> list[str]:
 
 def make(p: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """The variants of a problem, by name: calls that give O."""
-    from gem_kernels.hopper import launch, window_across
+    from gem_kernels.hopper import launch, window_across, window_rolling
 
     act: dict[str, Any] = {"act": p.act or "softmax", "out_scale": 1.0}
 
     def whole(config: launch.ForwardConfig) -> Tensor:
         return launch.forward(p.q, p.k, p.v, *p.where, p.scale, config=config, **act)[0]
 
-    def window(across: bool) -> Tensor:
-        left = p.case.window[0]
-        return window_across.forward(p.q, p.k, p.v, p.k_offsets, p.scale, left, across=across, **act)[0]
+    def window(kind: str) -> Tensor:
+        arguments = p.q, p.k, p.v, p.k_offsets, p.scale, p.case.window[0]
+        if kind == "rolling":
+            return window_rolling.forward(*arguments, **act)[0]
+        return window_across.forward(*arguments, across=kind == "across", **act)[0]
 
     for name in names(p.case, p.act):
         kind = name.removeprefix("trial ")
         if kind.startswith("window "):
-            yield name, functools.partial(window, ACROSS[kind.removeprefix("window ")])
+            yield name, functools.partial(window, kind.removeprefix("window "))
         else:
             yield name, functools.partial(whole, launch.TRIALS[kind])

@@ -123,7 +123,7 @@ def compile_cases(act: str) -> list[CompileCase]:
 
 def _trial_cases(op: str, act: str) -> list[CompileCase]:
     """What nobody chooses yet, at head dimension 128."""
-    from gem_kernels.hopper import launch, window_across
+    from gem_kernels.hopper import launch, window_across, window_rolling
 
     row = _head_descriptor(64, 128)
     cases = []
@@ -142,6 +142,10 @@ def _trial_cases(op: str, act: str) -> list[CompileCase]:
             f"{op} hopper trial d128 window {'across' if across else 'own loader'}", window_across.window_kernel, tile,
             constants, registers=window_across.REGISTERS, defined=True,
         ))  # fmt: skip
+    cases.append(_case(
+        f"{op} hopper trial d128 window rolling", window_rolling.window_kernel, tile,
+        window_rolling.constants(128, 4, act), registers=window_rolling.REGISTERS, defined=True,
+    ))  # fmt: skip
     return cases
 
 
