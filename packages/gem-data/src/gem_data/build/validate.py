@@ -49,7 +49,8 @@ def validate(table: pa.Table, schema: Schema, *, unique: bool = True) -> Validat
     for name in names:
         if name not in table.column_names:
             raise ValueError(
-                f"the source lacks a column of schema {schema.name!r}: " + unknown("column", name, table.column_names)
+                f"the source lacks a column of schema {schema.name!r}: {unknown('column', name, table.column_names)}; "
+                f"where it has another name, --rename THEIRS={name} (files: rename) says which it is"
             )
     fault = np.zeros(table.num_rows, np.int8)
     where = np.full(table.num_rows, -1, np.int64)
