@@ -258,4 +258,4 @@ def compile_cases() -> list[CompileCase]:
     constants = {"C": 512, "BIAS": True, "BM": SUM.bm, "BN": SUM.bn}
     types, divisible = signature(sum_kernel, "bf16", constants)
     cases.append(CompileCase("norms sums c512", sum_kernel, types, constants, SUM, divisible))
-    return cases
+    return [*cases, *lean.compile_cases()]
