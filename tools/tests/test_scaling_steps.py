@@ -79,7 +79,7 @@ def test_rows_are_kept_and_one_that_did_not_end_is_passed_over(tmp_path):
     assert again.found(first) == {"case": "+ SM-free", "ms": 1.5, "seconds": 10.0}
     assert again.found(second) == {"case": "SM-free, written", "failed": "did not end; it was begun with 2 ranks"}
     assert again.found(third) is None
-    assert (kept.fits(15.1), kept.fits(14.9)) == (True, False)
+    assert (kept.fits(12.1), kept.fits(11.9)) == (True, False)
 
 
 def test_the_plan_is_told_of_experts_what_they_cost():

@@ -13,7 +13,8 @@ from gem_model.config import TowerConfig
 from gem_model.flops import batch_flops
 from gem_model.replay_sharded import ShardedReplay
 from gem_model.roles import roles
-from gem_model.testing import example_inputs, random_batch, repeated
+from gem_model.testing import example_inputs, random_batch
+from gem_model.testing_graphs import CpuGraphs
 from gem_parallel import Layout, ModelSpec, ParallelConfig, Profile, RowWiseAdagrad, parallelize, start
 from gem_parallel.dense.mesh import make_mesh
 from gem_parallel.dense.units import shard_dense
@@ -122,7 +123,7 @@ def test_the_estimate_of_kept_activations_is_near_what_autograd_keeps(name, leng
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_plan_knows_the_copies_that_replayed_layers_keep(precision):
-    """Counted after the layers have run sharded by FSDP2, with repeated passes in the place of graphs."""
+    """Counted after the layers have run sharded by FSDP2, with a CPU's stand-in for graphs."""
     inputs = example_inputs()
     config = preset("tiny", dropout=0.0, experts=("wukong", "dcn"), layers=2)
     batch = random_batch(inputs, 6, seed=1)
@@ -134,7 +135,7 @@ def test_the_plan_knows_the_copies_that_replayed_layers_keep(precision):
         ).train()
         tables = [parallel.module.get_submodule(name) for name in find_tables(parallel.module)]
         shard_dense(parallel.module, tables, model.units(), make_mesh(runtime, ParallelConfig()), "fp32")
-        replay = parallel.module.layers.replay = ShardedReplay(parallel.module.layers, recorder=repeated)
+        replay = parallel.module.layers.replay = ShardedReplay(parallel.module.layers, recorder=CpuGraphs())
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
             parallel(batch).sum().backward()
         held = [{t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in w.fixed} for w in replay.weights]
