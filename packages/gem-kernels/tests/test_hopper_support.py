@@ -83,16 +83,16 @@ def test_loops_over_tiles_carry_the_whole_record() -> None:
     done = subprocess.run([sys.executable, "-c", CARRIED], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == [
-        # consumers: step, tile, rows, the buffer before, in turns the block; loaders: place in the list, tile and then
-        # step, tile, rows
+        # consumers: step, tile, rows, the buffer before, in turns the block; loaders: place in the list, tile, in turns
+        # whose; and then step, tile, rows
         "forward d64 3x128 [4, 4, 4, 2, 3]",
         "forward d64 3x128-lean [4, 4, 4, 2, 3]",
         "forward d64 3x128-lean causal [4, 4, 4, 2, 3]",
         "forward d64 3x128-lean window [4, 4, 4, 2, 3]",
-        "forward d64 3x64 [5, 5, 5, 2, 3]",
-        "forward d64 3x64 bias [5, 5, 5, 2, 3]",
-        "forward d64 3x64 causal bias [5, 5, 5, 2, 3]",
-        "forward d64 3x64-once [5, 5, 5, 2, 3]",
+        "forward d64 3x64 [5, 5, 5, 3, 3]",
+        "forward d64 3x64 bias [5, 5, 5, 3, 3]",
+        "forward d64 3x64 causal bias [5, 5, 5, 3, 3]",
+        "forward d64 3x64-once [5, 5, 5, 3, 3]",
         # consumers: step, visit and the tile's rows; the loader: tile, step, visit and records; then dQ from dS
         *(
             f"{kernel}{mask}{bias} {carried}"

@@ -349,7 +349,7 @@ def measure(
         runs = {name: _captured(name, run) for name, run in runs.items()}  # some are shorter than their Python
         runs["gemm"] = timing.gemm(device)
         times = timing.interleaved(runs, rounds=rounds, rep=rep, failed=_say)
-        ghz = {name: round(timing.sm_ghz(runs[name], 2 * rep), 3) for name in times} if clock else {}
+        ghz = {name: round(timing.sm_ghz(runs[name], 6 * rep), 3) for name in times} if clock else {}
         product = timing.GEMM_FLOPS / times.pop("gemm") / 1e9
         useful = cost.forward_flops if what == "forward" else cost.backward_flops
         moved = cost.forward_bytes if what == "forward" else cost.backward_bytes

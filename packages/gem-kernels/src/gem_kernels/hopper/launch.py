@@ -37,8 +37,8 @@ class ForwardConfig:
     once: a block has one step (`once`): for at most `step` keys a sequence, without masks and biases.
     near: addresses of stores are made where they are used (`consumers`).
     late: a program takes its next tile later (`loaders`).
-    halves: weights of half a whole step are made under the product of the other half's (`halves`); not with masks,
-    biases, or head dimensions of two products.
+    halves: weights of half a step's keys are made under the product of the other half's (`halves`); not with masks or
+    biases, and head dimension 96 as if it were 128.
     """
 
     consumers: int
