@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from gem_parallel import MemoryConfig
@@ -89,17 +91,21 @@ def planned(model: nn.Module, batch: int, **config) -> tuple[Regions, int]:
         (Block, {"policy": "regions", "budget": 0.5}),
         (Block, {"policy": "uniform", "budget": 0.75}),
         (Block, {"policy": "uniform", "budget": 0.1}),
-        (Block, {"policy": "regions", "budget": 0.8, "quantise": "fp8"}),
+        (Block, {"policy": "regions", "budget": 0.5, "quantise": "fp8"}),
         (Waste, {"policy": "uniform", "budget": 1.0}),
         (Waste, {"policy": "regions", "budget": 0.5}),
     ],
 )
-def test_a_step_needs_what_the_plan_says(kind, config):
-    """Within 5%: outputs, and the gradients of parameters, of the regions that ran backward before the peak."""
+def test_a_step_needs_what_the_plan_says(kind, config, monkeypatch):
+    """Within 5%, whatever the clocks make the plan choose: what lacks are the output and the gradients of parameters of
+    the regions that ran backward before the peak.
+    """
+    free = SimpleNamespace(seconds=0.0, host_s=0.0)
+    monkeypatch.setattr(worth._Watching, "_time_packing", lambda *_: (free, free, 0))
     torch.manual_seed(0)
     regions, peak = planned(nn.Sequential(*(kind() for _ in range(3))), 32, **config)
-    assert regions.plan.peak <= 1.01 * peak, str(regions.plan)
-    assert peak <= 1.05 * regions.plan.peak, str(regions.plan)
+    assert any(row.point.packs for row in regions.plan.regions)
+    assert regions.plan.peak == pytest.approx(peak, rel=0.05), str(regions.plan)
 
 
 def test_kept_bytes_alone_would_not_hold():
