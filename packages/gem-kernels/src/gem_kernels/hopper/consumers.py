@@ -81,6 +81,18 @@ def _finish(
         if RESIDUAL:
             at, own = _places(out_row, rows, head, heads, D, DIM, OL, NEAR)
             acc += gl.load(residual_ptr + at, mask=own, other=0.0).to(gl.float32)
+    store_block(acc, o_desc, o_ptr, buf, out_row, rows, head, heads, D, DIM, NEAR)
+    if ACT == "softmax":  # last: a fence waits for the global stores before it
+        r = _here(gl.arange(0, BLOCK, m.type.layout), NEAR)
+        lse = (m + _log2(total, NEAR)) * 0.6931471805599453
+        gl.store(lse_ptr + (out_row + r).to(gl.int64) * heads + head, lse, mask=r < rows)
+
+
+@gluon.jit
+def store_block(
+    acc, o_desc, o_ptr, buf, out_row, rows, head, heads, D: gl.constexpr, DIM: gl.constexpr, NEAR: gl.constexpr
+):  # fmt: skip
+    """A block of O through `buf`: a whole one by TMA, a sequence's last `rows` rows by masked stores."""
     flat = buf.reshape([BLOCK, D])
     flat.store(acc.to(o_ptr.dtype.element_ty))
     fence_async_shared()
@@ -93,10 +105,6 @@ def _finish(
         base = o_ptr + (out_row.to(gl.int64) * heads + head) * DIM
         inside = (r < rows)[:, None] & (c < DIM)[None, :]
         gl.store(base + (r * (heads * DIM))[:, None] + c[None, :], flat.load(RL), mask=inside)
-    if ACT == "softmax":  # last: a fence waits for the global stores before it
-        r = _here(gl.arange(0, BLOCK, m.type.layout), NEAR)
-        lse = (m + _log2(total, NEAR)) * 0.6931471805599453
-        gl.store(lse_ptr + (out_row + r).to(gl.int64) * heads + head, lse, mask=r < rows)
 
 
 @gluon.jit
@@ -150,7 +158,7 @@ def _no_keys(
 
 
 @gluon.jit
-def _pass(step, n, barriers, KS: gl.constexpr, LEAN: gl.constexpr):
+def pass_steps(step, n, barriers, KS: gl.constexpr, LEAN: gl.constexpr):
     """A consumer that needs nothing of n steps keeps the ring of K and V turning."""
     k_full, k_empty, v_full, v_empty = barriers
     for i in range(n):
@@ -246,7 +254,7 @@ def _steps(
     if MASKED:  # perhaps without a step
         tma.store_wait(0)
         mbarrier.arrive(before_empty, count=1, pred=has_before)
-        _pass(step, shorts - my_shorts, barriers, KS, LEAN)
+        pass_steps(step, shorts - my_shorts, barriers, KS, LEAN)
     q = q_buf.index(apart(slot)).reshape([BLOCK, D])
     for i in range(my_shorts):
         s = (step + i) % KS
@@ -265,7 +273,7 @@ def _steps(
                 DIM, BLOCK, KS, OL, ACT, True, LEFT, RIGHT, LEAN, BIAS,
             )  # fmt: skip
     if MASKED:
-        _pass(step + shorts, begin, barriers, KS, LEAN)
+        pass_steps(step + shorts, begin, barriers, KS, LEAN)
     q = q_buf.index(apart(slot)).reshape([BLOCK, D])
     for i in range(begin, end):
         s = (step + shorts + i) % KS
@@ -282,7 +290,7 @@ def _steps(
                 k_len, window, barriers, bias_at, DIM, BN, KS, OL, ACT, MASKED, LEFT, RIGHT, LEAN, BIAS,
             )  # fmt: skip
     if MASKED:
-        _pass(step + shorts + end, wholes - end, barriers, KS, LEAN)
+        pass_steps(step + shorts + end, wholes - end, barriers, KS, LEAN)
     return acc, m, total
 
 
@@ -356,7 +364,7 @@ def consume(
                 mbarrier.arrive(q_empty.index(before), count=1, pred=tile > 0)
                 if mine > 0:
                     _no_keys(out, out_row, mine, head, D, DIM, OL, ACT, RESIDUAL, NEAR)
-                _pass(step, n, barriers, KS, LEAN)
+                pass_steps(step, n, barriers, KS, LEAN)
             step += n
             before = slot
             if TURNS:

@@ -16,18 +16,13 @@ rows each. What FP8 changes:
 
 from __future__ import annotations
 
+from gem_kernels.hopper.consumers import pass_steps, store_block
 from gem_kernels.hopper.exchange import unpack
 from gem_kernels.hopper.loaders import load_queries
 from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gem_lowprec.attention.epilogue import store_scaled_rows
 
@@ -158,18 +153,8 @@ def _finish(acc, m, total, out, buf, out_row, rows, head, D: gl.constexpr, OL: g
     """O and LSE of one block; a whole block goes out by TMA, a sequence's last by masked stores."""
     o_desc, o_ptr, lse_ptr, heads = out
     acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OL))[:, None]
-    flat = buf.reshape([BLOCK, D])
     tma.store_wait(0)
-    flat.store(acc.to(o_ptr.dtype.element_ty))
-    fence_async_shared()
-    if rows >= BLOCK:
-        tma.async_copy_shared_to_global(o_desc, [out_row, head, 0], buf)
-    else:
-        RL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-        r = gl.arange(0, BLOCK, gl.SliceLayout(1, RL))
-        c = gl.arange(0, D, gl.SliceLayout(0, RL))
-        base = o_ptr + (out_row.to(gl.int64) * heads + head) * D
-        gl.store(base + (r * (heads * D))[:, None] + c[None, :], flat.load(RL), mask=(r < rows)[:, None])
+    store_block(acc, o_desc, o_ptr, buf, out_row, rows, head, heads, D, D, False)
     r = gl.arange(0, BLOCK, m.type.layout)
     lse = (m + gl.log2(total) - SHIFT) * 0.6931471805599453
     gl.store(lse_ptr + (out_row + r).to(gl.int64) * heads + head, lse, mask=r < rows)
@@ -186,19 +171,6 @@ def _no_keys(out, out_row, rows, head, D: gl.constexpr, OL: gl.constexpr):
     gl.store(base + (r * (heads * D))[:, None] + c[None, :], nothing, mask=(r < rows)[:, None])
     none = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, OL))
     gl.store(lse_ptr + (out_row + r).to(gl.int64) * heads + head, none, mask=r < rows)
-
-
-@gluon.jit
-def _pass(step, n, barriers, KS: gl.constexpr):
-    """A consumer without a block in this tile keeps the rings turning."""
-    k_full, k_empty, v_full, v_empty = barriers
-    for i in range(n):
-        s = (step + i) % KS
-        phase = ((step + i) // KS) & 1
-        mbarrier.wait(k_full.index(s), phase)
-        mbarrier.arrive(k_empty.index(s), count=1)
-        mbarrier.wait(v_full.index(s), phase)
-        mbarrier.arrive(v_empty.index(s), count=1)
 
 
 @gluon.jit
@@ -297,7 +269,7 @@ def _consume(
                     if ALSO:
                         nothing = gl.zeros([BLOCK, D], gl.float32, OL)
                         _quantised(nothing, out, eighths, o_buf.index(W), out_row, mine, head, D, THRESHOLD, EMAX)
-                _pass(step, shorts + wholes, barriers, KS)
+                pass_steps(step, shorts + wholes, barriers, KS, False)
             step += shorts + wholes
             w = (w + 2 * NC - gl.cdiv(rows, BLOCK)) % NC
         tile += 1
