@@ -85,6 +85,7 @@ class ParallelModel:
         self.collectives = collectives
         self._reduce_every_part = reduce_every_part
         self._sharded = [m for m in dmp.module.modules() if isinstance(m, FSDPModule)]
+        self._whole: list[nn.Parameter] = []  # where nothing is sharded, all of them
         self.memory = memory  # the engine of ParallelConfig.memory; its `plan` prints as a table
 
     @property
@@ -152,7 +153,8 @@ class ParallelModel:
         end_pass(self.module)
         forget_gradients(self._sharded)
         if not self._sharded:
-            for param in self.dense_parameters():
+            self._whole = self._whole or self.dense_parameters()
+            for param in self._whole:
                 param.grad = None
         reduce_gradients(self._sharded, True)
 
