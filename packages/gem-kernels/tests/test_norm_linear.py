@@ -116,6 +116,19 @@ class TestHopper:
             exact = after_formula(*(None if t is None else t.double() for t in (x, weight, gain, *rest)))
             assert relative_error(got, exact) < 3e-3
 
+    @pytest.mark.parametrize("n", [256, 1024])
+    def test_a_weight_that_stays_many_times(self, n):
+        """Loads that come late are rare: the bits are the same every time, the rows not in any cache."""
+        from gem_kernels.norm_linear import hopper
+
+        x, gain, weight = (t.detach() for t in operands(2**18, 256, n, bias=False, dtype=torch.bfloat16, device="cuda"))
+        first = hopper.forward(x, gain, weight, None, EPS, config=hopper.RESIDENT[4])
+        assert relative_error(first[:999], formula(x[:999].double(), gain.double(), weight.double())) < 3e-3
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(500):
+            wrong += (hopper.forward(x, gain, weight, None, EPS, config=hopper.RESIDENT[4]) != first).any()
+        assert not wrong
+
     @pytest.mark.parametrize("backend", ["hopper", "triton"])
     @pytest.mark.parametrize(("rows", "k", "n"), [(70, 72, 40), (1, 8, 8), (0, 8, 8), (40_001, 1024, 256)])
     def test_after(self, rows, k, n, backend):
