@@ -91,6 +91,41 @@ def test_a_report_shows_all_there_is(pair):
     assert str(spike["ranks"][0]["worst"][0]["sample"]) in text
 
 
+def test_every_plot_names_its_axes(pair):
+    from gem_train.report import figures
+    from matplotlib.figure import Figure
+
+    one, two = (Run.read(RunDir(path)) for path in pair)
+    both = [one, two]
+    draws = [
+        *(draw(both) for draw in (figures.loss, figures.ne, figures.calibration, figures.balance, figures.phases)),
+        figures.ne([two], "progressive"),
+        *(figures.slices(one, name) for name in ("time", "history")),
+        *(figures.slices_of(both, name, "click") for name in ("time", "history")),
+        figures.steps(both, "samples_per_s", "samples/s", "Throughput"),
+        figures.gantt(one),
+        figures.waterfall([one]),
+    ]
+    for draw in draws:
+        axes = Figure().subplots()
+        draw(axes)
+        assert axes.get_xlabel()
+        assert axes.get_ylabel() or any(label.get_text() for label in axes.get_yticklabels())
+        assert axes.get_title()
+
+
+def test_a_run_without_a_task_is_not_in_its_legend(pair):
+    from gem_train.report import figures
+    from matplotlib.figure import Figure
+
+    one, two = (Run.read(RunDir(path)) for path in pair)
+    for part in two.results["slices"]["time"]:
+        del part["tasks"]["convert"]
+    axes = Figure().subplots()
+    figures.slices_of([one, two], "time", "convert")(axes)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one"]
+
+
 def test_several_runs_are_compared_on_one_page(pair, tmp_path):
     one, two = pair
     out = tmp_path / "both.html"

@@ -75,18 +75,18 @@ def calibration(runs: Sequence[Run]) -> Draw:
 def slices(run: Run, name: str) -> Draw:
     """NE of one run by the parts of a slicing."""
     parts = (run.results or {})["slices"][name]
-    titles = {"time": "NE by time (equal parts, from)", "history": "NE by events in the history"}
 
     def draw(axes: Any) -> None:
         tasks = list(dict.fromkeys(task for p in parts for task in p["tasks"]))
         width = 0.8 / len(tasks)
         for k, task in enumerate(tasks):
             shown = [(i + k * width, _ne(p, task)) for i, p in enumerate(parts) if _ne(p, task) is not None]
-            axes.bar([x for x, _ in shown], [v for _, v in shown], width=width, label=task, color=COLOURS[k])
+            if shown:  # bars of nothing would stand in the legend in a colour of their own
+                axes.bar(*_columns(shown), width=width, label=task, color=COLOURS[k])
         axes.axhline(1.0, color="#98a2b3", linewidth=0.8, linestyle="--")
         axes.set_xticks([i + 0.4 - width / 2 for i in range(len(parts))], [_label(name, p) for p in parts], fontsize=7)
         lowest = min([1.0, *(v for p in parts for t in tasks if (v := _ne(p, t)) is not None)])
-        axes.set(ylabel="NE", title=titles.get(name, f"NE by {name}"), ylim=(0.5 * lowest, None))
+        axes.set(xlabel=_slicing(name), ylabel="NE", title=f"NE by {name}", ylim=(0.5 * lowest, None))
         axes.legend(frameon=False, fontsize=7)
 
     return draw
@@ -106,10 +106,11 @@ def slices_of(runs: Sequence[Run], name: str, task: str) -> Draw:
                 if (v := _ne(p, task)) is not None
             ]
             lowest = min([lowest, *(v for _, v in shown)])
-            axes.bar([x for x, _ in shown], [v for _, v in shown], width=width, label=run.name, color=colour)
+            if shown:
+                axes.bar(*_columns(shown), width=width, label=run.name, color=colour)
         axes.axhline(1.0, color="#98a2b3", linewidth=0.8, linestyle="--")
         axes.set_xticks([i + 0.4 - width / 2 for i in range(len(labels))], labels, fontsize=7)
-        axes.set(ylabel="NE", title=f"NE of {task} by {name}", ylim=(0.5 * lowest, None))
+        axes.set(xlabel=_slicing(name), ylabel="NE", title=f"NE of {task} by {name}", ylim=(0.5 * lowest, None))
         axes.legend(frameon=False, fontsize=7)
 
     return draw
@@ -271,9 +272,14 @@ def _ne(part: dict[str, Any], task: str) -> float | None:
     return value
 
 
+def _slicing(name: str) -> str:
+    """What the parts of a slicing are, and in which unit."""
+    return {"time": "first sample of each equal part (UTC)", "history": "events in the history"}.get(name, name)
+
+
 def _label(name: str, part: dict[str, Any], *, count: bool = True) -> str:
     if name == "time":
-        return datetime.datetime.fromtimestamp(part["from"], datetime.UTC).strftime("%Y-%m-%d")
+        return datetime.datetime.fromtimestamp(part["from"], datetime.UTC).strftime("%Y-%m-%d\n%H:%M")
     if name == "history":
         low, high = part["from"], part["to"]
         text = f"{low}+" if high is None else str(low) if low == high else f"{low}–{high}"
