@@ -87,14 +87,6 @@ def _promote(acc, part, sa, sb, B_ROWS: gl.constexpr, PIN: gl.constexpr):
 
 
 @gluon.jit
-def _scales(sb_buf, sb_ptr, at, L: gl.constexpr, B_ROWS: gl.constexpr):
-    """The scales of B for one block of columns: a vector from shared memory or a number from global memory."""
-    if B_ROWS:
-        return sb_buf.load(gl.SliceLayout(0, L))
-    return gl.load(sb_ptr + at)
-
-
-@gluon.jit
 def _store(
     acc, c_buf, out, row, col, split, M, N,
     L: gl.constexpr, HAS_BIAS: gl.constexpr, BY_TMA: gl.constexpr,

@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gem_kernels.hopper.consumers import consume
 from gem_kernels.hopper.loaders import load_keys, load_queries
-from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, tile_count
+from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS
 
-__all__ = ["forward_kernel", "tile_count"]
+__all__ = ["forward_kernel"]
 
 
 @gluon.jit(do_not_specialize=["heads", "left", "right", "bias_batch", "bias_head", "bias_row", "max_q", "max_k"])
