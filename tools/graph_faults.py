@@ -40,7 +40,7 @@ SMALL = (
     "train.max_steps=2", "train.device=cpu",
 )  # fmt: skip
 PARTS = (
-    "graphs", "branches", "Hopper softmax", "Hopper GDPA", "one-step forward", "short backward", "Triton kernels",
+    "graphs", "branches", "Hopper softmax", "Hopper GDPA", "forward in turn", "short backward", "Triton kernels",
     "expandable segments",
 )  # fmt: skip
 
@@ -83,10 +83,10 @@ def whole_backward() -> None:
     launch.choose_backward = lambda *_, **__: launch.BACKWARD["stream"]  # type: ignore[attr-defined]
 
 
-def stepwise_forward() -> None:
-    """Keys that fit in one step take the forward of many."""
+def forward_not_in_turn() -> None:
+    """Short sequences take the forward of long ones, whose warpgroups do not take turns."""
     launch = importlib.import_module("gem_kernels.hopper.launch")
-    launch.choose_forward = lambda *_, **__: launch.FORWARD["3x64"]  # type: ignore[attr-defined]
+    launch.choose_forward = lambda *_, **__: launch.FORWARD["3x128"]  # type: ignore[attr-defined]
 
 
 def one_stream() -> None:
@@ -96,7 +96,7 @@ def one_stream() -> None:
 
 def variants(out: Path) -> dict[str, Variant]:
     """By name, those that tell most first."""
-    hopper = ("Hopper softmax", "Hopper GDPA", "one-step forward", "short backward")
+    hopper = ("Hopper softmax", "Hopper GDPA", "forward in turn", "short backward")
     dump = {
         "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1", "CUDA_COREDUMP_FILE": str(out / "dump.core"),
         "CUDA_COREDUMP_SHOW_PROGRESS": "1", "CUDA_COREDUMP_GENERATION_FLAGS": "skip_nonrelocated_elf_images,"
@@ -110,7 +110,7 @@ def variants(out: Path) -> dict[str, Variant]:
         "no-graphs": Variant(without=("graphs", "branches"), settings=off, environment={"CUDA_LAUNCH_BLOCKING": "1"}),
         "checked": Variant(environment=checks),
         "whole-backward": Variant(without=("short backward",), change=whole_backward),
-        "stepwise-forward": Variant(without=("one-step forward",), change=stepwise_forward),
+        "forward-128": Variant(without=("forward in turn",), change=forward_not_in_turn),
         "usual-2": Variant(environment=dump),
         "one-stream": Variant(without=("branches",), change=one_stream),
         "portable-softmax": Variant(without=("Hopper softmax",), change=without_backend("hopper", "jagged_attention")),

@@ -63,14 +63,14 @@ def test_every_part_is_left_out_by_some_variant_and_every_change_takes(tmp_path,
                 full = ["hopper", "triton", "reference"]
                 assert able == (want or (full[1:] if operator == "gdpa" else full))
     launch, backward, lanes = (
-        types.SimpleNamespace(FORWARD={"3x64": 1}),
+        types.SimpleNamespace(FORWARD={"3x128": 1}),
         types.SimpleNamespace(BACKWARD={"stream": 2}),
         types.SimpleNamespace(Lanes=type("Lanes", (), {})),
     )
     for module, standing in {"hopper.launch": launch, "hopper.launch_backward": backward}.items():
         monkeypatch.setitem(sys.modules, f"gem_kernels.{module}", standing)
     monkeypatch.setitem(sys.modules, "gem_model.lanes", lanes)
-    for name in ("stepwise-forward", "whole-backward", "one-stream"):
+    for name in ("forward-128", "whole-backward", "one-stream"):
         found[name].change()
     assert (launch.choose_forward(1, bias=True), backward.choose_backward(4, 4), lanes.Lanes().open([], q)) == (
         1,
@@ -83,7 +83,7 @@ def test_what_is_changed_is_there():
     from gem_kernels.hopper import launch, launch_backward
     from gem_model.lanes import Lanes
 
-    assert "3x64" in launch.FORWARD
+    assert "3x128" in launch.FORWARD
     assert "stream" in launch_backward.BACKWARD
     assert callable(launch.choose_forward)
     assert callable(launch_backward.choose_backward)
