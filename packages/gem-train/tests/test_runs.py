@@ -162,6 +162,17 @@ FIGURES = {"samples": 123456, "base_rate": 0.1234, "ne": 0.9234, "ne_low": 0.912
            "calibration": 1.0203}  # fmt: skip
 
 
+def test_a_damaged_file_is_named(finished_run, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    (run / "eval.json").write_text('{"a"')
+    for arguments in (["show", str(run)], ["report", str(run)]):
+        assert main(arguments) == 2
+        assert f"{run / 'eval.json'} is damaged, it is no JSON" in capsys.readouterr().err
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "eval.json is damaged" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_not_there_is_a_mistake(tmp_path, capsys):
     assert main(["ls", str(tmp_path / "absent")]) == 2
     assert "there is no folder" in capsys.readouterr().err

@@ -190,7 +190,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of the run, or say which one is missing."""
+    """Read a JSON file of the run, or say which one is missing or damaged."""
     if not path.exists():
         raise UserError(f"{path} is missing: the run has not got that far")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged, it is no JSON: {error}") from error

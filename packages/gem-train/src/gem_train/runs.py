@@ -14,7 +14,7 @@ from gem_train import recipes
 from gem_train.config import differences
 from gem_train.errors import UserError
 from gem_train.events import read
-from gem_train.run_dir import RunDir
+from gem_train.run_dir import RunDir, read_json
 
 TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last step
 # The message that a run ends with, and what it says of the run. None of them: it runs, or it was killed.
@@ -110,5 +110,5 @@ def changed_settings(run: RunDir) -> list[str] | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found: dict[str, Any] = read_json(path) if path.is_file() else {}
     return found
