@@ -149,7 +149,7 @@ def test_tables_that_go_to_a_file_are_whole(capsys, monkeypatch):
         "value": "a rather long name of a value",
         "samples": 123456,
         "users": 7890,
-        "tasks": {"conversion": FIGURES},
+        "tasks": {"buy": FIGURES},
     }
     monkeypatch.setenv("COLUMNS", "60")
     console().print(slice_table("column", [part]))
