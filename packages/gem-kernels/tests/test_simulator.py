@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from gem_kernels import dispatch
 from gem_kernels.block_attention import hopper as block_hopper
 from gem_kernels.block_attention.reference import attention as block_reference
 from gem_kernels.gdpa.activations import formula
@@ -28,7 +29,6 @@ from gem_kernels.norm_linear import hopper as norm_hopper
 from gem_kernels.norm_linear import hopper_kernels as norm_kernels
 from gem_kernels.simulator import Fault, instead, simulating
 from gem_kernels.testing import loop_blocks, offsets_of, poisoned, relative_error
-from gem_kernels.tiling import dispatch
 
 pytestmark = pytest.mark.skipif(not dispatch.interpreting(), reason="plain Triton kernels run in its interpreter here")
 
