@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.interpreter import InterpretedFunction
 
 from gem_kernels import interpreter
 from gem_kernels.simulator.faults import KINDS, Fault
@@ -109,6 +108,8 @@ def simulating(
     multiprocessors. Triton's interpreter must be on (TRITON_INTERPRET=1): plain Triton kernels are simulated like the
     others, or interpreted where they use what the simulator does not have.
     """
+    from triton.runtime.interpreter import InterpretedFunction  # needs NumPy
+
     from gem_kernels.hopper import first_call
 
     simulation = Simulation(seed=seed, resident=resident, changes=changes or {})

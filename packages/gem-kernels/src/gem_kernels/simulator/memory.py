@@ -78,7 +78,7 @@ class Memory:
             if n < 0:
                 continue
             old = self.writers[n]
-            if old.program != writer.program or old.clock is None or writer.clock.get(old.axis, 0) < old.moment:
+            if old.program != writer.program or writer.clock.get(old.axis, 0) < old.moment:
                 raise Fault("race", f"global memory is {what} by {writer}, and in the same launch by {old}")
 
     def note(self, at: Tensor, size: int, writer: Writer, *, writes: bool) -> None:

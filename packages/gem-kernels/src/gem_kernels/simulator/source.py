@@ -16,16 +16,14 @@ from types import CodeType, GeneratorType, ModuleType
 from typing import Any
 
 import triton.language as tl
-import triton.runtime.interpreter
-import triton.runtime.jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.runtime.jit import JITFunction
 
 from gem_kernels.simulator.language import Language
 from gem_kernels.simulator.machine import Machine
 from gem_kernels.simulator.values import assigned
 
-NAMES = frozenset(dir(Language(Machine(0, 1), (1, 1, 1))))
 Changes = Mapping[Any, tuple[str, str]]
 
 
@@ -65,7 +63,15 @@ def constant(x: Any) -> Any:
 
 def is_kernel(x: Any) -> bool:
     """Whether x is a function of Triton or Gluon."""
-    return isinstance(x, (triton.runtime.jit.JITFunction, triton.runtime.interpreter.InterpretedFunction))
+    if isinstance(x, JITFunction):
+        return True
+    return type(x).__name__ == "InterpretedFunction"  # whose module needs NumPy, which kernels do not
+
+
+@functools.cache
+def _names() -> frozenset[str]:
+    """What the simulator has of `tl` and `gl`."""
+    return frozenset(dir(Language(Machine(0, 1), (1, 1, 1))))
 
 
 def instead(module: ModuleType, text: str, other: str) -> dict[Any, tuple[str, str]]:
@@ -85,7 +91,7 @@ def knows(kernel: Any) -> bool:
     tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("tl", "gl"):
-            if node.attr not in NAMES:
+            if node.attr not in _names():
                 return False
         elif isinstance(node, ast.Name):
             other = kernel.fn.__globals__.get(node.id)
