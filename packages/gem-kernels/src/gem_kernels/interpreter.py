@@ -2,14 +2,16 @@
 
 The interpreter keeps bfloat16 as 16-bit integers. Its matrix product and arithmetic then work on the bit patterns,
 and its cast from float32 truncates where hardware rounds to nearest even. `install` routes these through float32. It
-changes the interpreter of this process only, once, and never compiled kernels.
+changes the interpreter of this process only, once, and never compiled kernels. `handed_to` shows what it launches.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest import mock
 
 if TYPE_CHECKING:  # the interpreter itself needs NumPy; the kernels do not, so it is imported where it is used
     import numpy.typing as npt
@@ -32,6 +34,22 @@ def narrow(x: Array) -> Array:
     bits = x.view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded).astype(np.uint16)
+
+
+@contextlib.contextmanager
+def handed_to(take: Callable[..., Any]) -> Iterator[None]:
+    """Within the block each launch of a kernel in the interpreter becomes `take(run, launch, arguments, options)`,
+    which runs it, now or later, by `run(launch, *arguments, **options)`.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    run = GridExecutor.__call__
+
+    def call(launch: Any, *arguments: Any, **options: Any) -> Any:
+        return take(run, launch, arguments, options)
+
+    with mock.patch.object(GridExecutor, "__call__", call):
+        yield
 
 
 @functools.cache

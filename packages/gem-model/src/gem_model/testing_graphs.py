@@ -27,10 +27,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gem_kernels import checks, jagged, operator, stream
+from gem_kernels import checks, interpreter, jagged, operator, stream
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten
 
 from gem_model.layers import Inputs
@@ -169,7 +169,7 @@ class CpuGraphs:
         """See `gem_model.recorder.Recorder`."""
         self.pool.let_go()
         recorded = Pass(name, self.pool.free)
-        with _Recording(self.pool, recorded), _as_on_a_card(), _kernels():
+        with _Recording(self.pool, recorded), _as_on_a_card(), interpreter.handed_to(_kernel):
             made = run()
         self.passes.append(recorded)
         return made, recorded.run
@@ -297,22 +297,12 @@ def _as_on_a_card() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _kernels() -> Iterator[None]:
-    """Within the block kernels in Triton's interpreter are recorded, too."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
-    from triton.runtime.interpreter import GridExecutor
-
-    original = GridExecutor.__call__
-
-    def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = _get_current_dispatch_mode()
-        if not isinstance(mode, _Recording):
-            return original(executor, *args, **kwargs)
-        return mode.launch(original, executor, args, kwargs)
-
-    with patch.object(GridExecutor, "__call__", launch):
-        yield
+def _kernel(run: Callable[..., Any], launch: Any, arguments: Any, options: Any) -> Any:
+    """A launch in Triton's interpreter is recorded, too."""
+    mode = _get_current_dispatch_mode()
+    if not isinstance(mode, _Recording):
+        return run(launch, *arguments, **options)
+    return mode.launch(run, launch, arguments, options)
 
 
 def _is_memory(x: Any) -> bool:
