@@ -7,6 +7,7 @@ since the kernels of a call are built in threads (`gem_kernels.hopper.first_call
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -52,6 +53,10 @@ def measure(name: str, operator: Callable[..., Tensor], options: dict[str, Any],
 
 def main() -> None:
     """The command."""
+    parser = argparse.ArgumentParser(prog="python -m gem_kernels.bench.first_call", description=__doc__.split("\n")[0])
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("first calls are measured on a GPU, and torch sees none here")
     from triton import knobs
 
     compiled: list[str] = []
