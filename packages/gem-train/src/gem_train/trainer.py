@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from gem_train.instruments import Instruments
 from gem_train.losses import GlobalLoss, global_loss, total_weights
 from gem_train.metrics import Mfu
 from gem_train.optimizers import set_lr
+from gem_train.position import Position
 from gem_train.progress import Progress
 from gem_train.progressive import Window
 from gem_train.run_dir import RunDir
@@ -72,22 +73,6 @@ class Parts:
     progress: Progress
     counts_flops: bool = True  # those of a baseline are not counted
     layers: str = "launched kernel by kernel"  # or otherwise, and why
-
-
-@dataclass(kw_only=True)
-class Position:
-    """How far the run is; goes into every checkpoint."""
-
-    step: int = 0  # updates made
-    best_step: int | None = None  # of the best validation NE
-    best_ne: float = math.inf
-    evaluated: int | None = None  # the step of the last validation
-    usual_ne: float = math.inf  # what the next validation must beat by min_delta, ...
-    stale: int = 0  # ... and how many in a row have not
-    skipped: int = 0  # updates left out
-    losses: LossHistory = field(default_factory=LossHistory)
-    window: list[list[float]] = field(default_factory=list)  # of the progressive validation
-    rooms: list[dict[str, Any]] = field(default_factory=list)  # of the CUDA graphs (gem_model.replay)
 
 
 class Trainer:

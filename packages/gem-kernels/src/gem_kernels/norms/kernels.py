@@ -37,7 +37,7 @@ def _load(base, at, inside, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.conste
 
 
 @triton.jit
-def _store(base, x, row, inside, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr):
+def store(base, x, row, inside, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr):
     """Into rows C apart."""
     where = base + (row * C)[:, None, None] + columns(CUTS, SPAN)[None, :, :]
     mask = inside[:, None, None]
@@ -128,7 +128,7 @@ def forward_kernel(
         if RESIDUAL:
             x += _load(residual_ptr, _at(row, residual_row, residual_head, HEADS), inside, C, CUTS, SPAN)
             rounded = x.to(total_ptr.dtype.element_ty)  # what is normalised is the sum that the caller gets
-            _store(total_ptr, rounded, row, inside, C, CUTS, SPAN)
+            store(total_ptr, rounded, row, inside, C, CUTS, SPAN)
             x = rounded.to(tl.float32)
         y, _ = _normalise(x, C, CUTS, SPAN, EPS, LAYER)
         if WEIGHT:
@@ -137,7 +137,7 @@ def forward_kernel(
             y += bias
         if SWISH:
             y = x * _sigmoid(y, FAST)
-        _store(y_ptr, y, row, inside, C, CUTS, SPAN)
+        store(y_ptr, y, row, inside, C, CUTS, SPAN)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def backward_kernel(
         dy = _load(dy_ptr, _at(row, dy_row, dy_head, HEADS), inside, C, CUTS, SPAN)
         normal, inverse = _normalise(x, C, CUTS, SPAN, EPS, LAYER)
         if ROWS:  # what the forward pass made, for a caller who did not keep it
-            _store(rows_ptr, normal * weight if WEIGHT else normal, row, inside, C, CUTS, SPAN)
+            store(rows_ptr, normal * weight if WEIGHT else normal, row, inside, C, CUTS, SPAN)
         if SWISH:  # y = x sigmoid(a): x is a factor itself, and a carries the rest
             a = normal
             if WEIGHT:
@@ -201,7 +201,7 @@ def backward_kernel(
             dx += straight
         if DTOTAL:
             dx += _load(dtotal_ptr, _at(row, dtotal_row, dtotal_head, HEADS), inside, C, CUTS, SPAN)
-        _store(dx_ptr, dx, row, inside, C, CUTS, SPAN)
+        store(dx_ptr, dx, row, inside, C, CUTS, SPAN)
         if SUMS:
             sums += _fold(dx, TOGETHER)
     column = columns(CUTS, SPAN)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_kernels.norms import triton as usual
-from gem_kernels.norms.kernels import columns, in_width, sum_kernel
+from gem_kernels.norms.kernels import columns, in_width, store, sum_kernel
 from gem_kernels.norms.triton import SUM, Spread, fast_math, rows_with_heads
 from gem_kernels.tiling import CompileCase, Tile, launch, signature
 
@@ -117,16 +117,6 @@ def _load(base, at, inside, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.conste
     if C != CUTS * SPAN:
         mask = mask & in_width(C, CUTS, SPAN)[None, :, :]
     return tl.load(where, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(base, x, row, inside, C: tl.constexpr, CUTS: tl.constexpr, SPAN: tl.constexpr):
-    """Into rows C apart."""
-    where = base + (row * C)[:, None, None] + columns(CUTS, SPAN)[None, :, :]
-    mask = inside[:, None, None]
-    if C != CUTS * SPAN:
-        mask = mask & in_width(C, CUTS, SPAN)[None, :, :]
-    tl.store(where, x.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -236,14 +226,14 @@ def _backward_kernel(
             dx, dweight, dbias = _tile(
                 x, dy, weight, bias, dweight, dbias, C, CUTS, SPAN, EPS, LAYER, SWISH, WEIGHT, BIAS, FAST
             )
-            _store(dx_ptr, dx, row, row < rows, C, CUTS, SPAN)
+            store(dx_ptr, dx, row, row < rows, C, CUTS, SPAN)
             row = after + apart
             x = _load(x_ptr, row * x_row, row < rows, C, CUTS, SPAN)
             dy = _load(dy_ptr, row * dy_row, row < rows, C, CUTS, SPAN)
             dx, dweight, dbias = _tile(
                 x_after, dy_after, weight, bias, dweight, dbias, C, CUTS, SPAN, EPS, LAYER, SWISH, WEIGHT, BIAS, FAST
             )
-            _store(dx_ptr, dx, after, after < rows, C, CUTS, SPAN)
+            store(dx_ptr, dx, after, after < rows, C, CUTS, SPAN)
     else:
         for _ in tl.range(0, tiles, num_stages=STAGES):
             x = _load(x_ptr, row * x_row, row < rows, C, CUTS, SPAN)
@@ -251,7 +241,7 @@ def _backward_kernel(
             dx, dweight, dbias = _tile(
                 x, dy, weight, bias, dweight, dbias, C, CUTS, SPAN, EPS, LAYER, SWISH, WEIGHT, BIAS, FAST
             )
-            _store(dx_ptr, dx, row, row < rows, C, CUTS, SPAN)
+            store(dx_ptr, dx, row, row < rows, C, CUTS, SPAN)
             row += apart
     column = columns(CUTS, SPAN)
     into = parts_f32 + part * ((WEIGHT + BIAS) * C) + column
