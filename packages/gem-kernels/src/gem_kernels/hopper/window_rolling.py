@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from gem_kernels.block_attention import blocks
 from gem_kernels.hopper.exchange import unpack
 from gem_kernels.hopper.launch import LOG2E, programs
+from gem_kernels.hopper.records import apart
 from gem_kernels.hopper.softmax import partial, weights
 from gem_kernels.jagged_attention.window import _addressable, _descriptor
 from gem_kernels.jagged_attention.window_tiles import LN2, ROWS, edge, limits_of, masked, put, steps_of
@@ -103,8 +104,12 @@ def _load(
 
 @gluon.jit
 def _see(kv_full, seen, block, RING: gl.constexpr):
-    """Wait for all blocks up to this one that were not waited for: every phase of a barrier is looked at."""
-    for b in range(seen, block + 1):
+    """Wait for all blocks up to this one that were not waited for: every phase of a barrier is looked at.
+
+    `apart`, here and for `freed`: a carried value that only bounds an inner loop is taken for its first (Triton 3.6,
+    3.7; docs/notes/hopper-attention.md, Traps).
+    """
+    for b in range(apart(seen), block + 1):
         mbarrier.wait(kv_full.index(b % RING), (b // RING) & 1)
     return gl.maximum(seen, block + 1)
 
@@ -181,7 +186,7 @@ def _consume(
         acc = warpgroup_mma(P, v_buf.index(own_block % RING), acc, is_async=True)
         acc, P = warpgroup_mma_wait(0, deps=(acc, P))
         done = own_block + CONSUMERS - before  # the next tile of this consumer reaches back to this block
-        for b in range(freed, done):
+        for b in range(apart(freed), done):
             mbarrier.arrive(kv_empty.index(b % RING), count=1)
         freed = gl.maximum(freed, done)
         if ACT == "softmax":  # every row has seen a key; those past the sequence's end as its last one
