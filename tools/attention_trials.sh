@@ -10,7 +10,7 @@ bench() { # bench NAME ARGUMENTS...
   local name=$1 left=$((BUDGET - SECONDS + began)); shift
   if [ "$left" -lt 15 ]; then echo "not run: $name"; return; fi
   PYTHONUNBUFFERED=1 timeout -k 2 "$left" "${PYTHON:-python3}" -m gem_kernels.bench "$@" --trials --clock --pass forward --peer fa3 \
-    --skip triton --skip "hopper 3x" --skip "hopper s" --rep 25 --out "$OUT/$name.json" >"$OUT/$name.log" 2>&1 || echo "FAILED $name ($?)"
+    --skip triton --skip "hopper 3x" --skip "hopper s" --rep ${REP:-15} --rounds 3 --out "$OUT/$name.json" >"$OUT/$name.log" 2>&1 || echo "FAILED $name ($?)"
   grep -v "relative error" "$OUT/$name.log" | cut -c1-210
   grep -h "NOT TIMED\|wrong" "$OUT/$name.log" | cut -c1-300
   echo "== $name after $((SECONDS - began)) s"
