@@ -67,7 +67,7 @@ def test_clocks_are_recorded_and_inputs_may_be_constant(device, no_clock, monkey
 
     monkeypatch.setattr(suite.Problem, "make", make)
     options |= {"only": "triton", "skip": ("subtraction",), "gate_only": False}
-    rows = suite.measure(small(), None, device, **options, trying=True, clock=True, constant=True)
+    rows = suite.measure(small(), None, device, **options, clock=True, constant=True)
     assert [(r["variant"], r["ghz"], r["peers_ghz"]) for r in rows] == [("triton", 1.25, {"gemm": 1.25})]
     assert "at 1.25 GHz" in bench._table(rows)
 
@@ -85,7 +85,7 @@ def test_polynomials_are_gated_against_the_exact_activation(device, no_clock):
 def test_what_fails_is_said_and_stepped_over(device, no_clock, monkeypatch, capsys):
     plain = suite.ours
 
-    def ours(p, trying):
+    def ours(p):
         def broken():
             raise ValueError("a shape that it refuses")
 

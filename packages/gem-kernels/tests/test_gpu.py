@@ -81,7 +81,7 @@ def test_norms_and_helpers_of_rows_more_than_2_to_the_31_elements_apart():
 
 def test_other_row_counts_compile_nothing_new_in_norms_and_helpers():
     norms, sequences = module("norms", "triton"), module("sequences", "triton")
-    kernels = [norms._forward_kernel, norms._backward_kernel, norms._sum_kernel]
+    kernels = [norms.forward_kernel, norms.backward_kernel, norms.sum_kernel]
     kernels += [sequences._recent_kernel, sequences._recent_backward_kernel, sequences._join_kernel]
     kernels += [sequences._add_kernel, sequences._sum_kernel]
 

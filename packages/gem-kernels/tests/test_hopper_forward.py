@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 
 LQ = [1, 63, 64, 65, 127, 128, 129, 0, 200, 0, 0, 500, 33, 193, 1, 640, 64, 900, 1200]
 LK = [1, 129, 128, 127, 65, 64, 63, 100, 0, 0, 5, 700, 257, 256, 1000, 640, 900, 64, 130]
-FORWARD = ["3x128", "3x128-lean", "3x64", "3x64-once"]
+FORWARD = ["3x128", "3x128-lean", "3x128-halves", "3x64", "3x64-halves", "3x64-once"]
 MASKS = {"causal": (-1, 0), "left": (100, -1), "window": (130, 5), "narrow": (3, 2), "ahead": (-1, 70), "self": (0, 0)}
 SHARED = 70  # learned queries
 

@@ -105,9 +105,11 @@ def test_loops_over_tiles_carry_the_whole_record() -> None:
         "forward d64 3x128-lean [4, 4, 4, 2, 3]",
         "forward d64 3x128-lean causal [4, 4, 4, 2, 3]",
         "forward d64 3x128-lean window [4, 4, 4, 2, 3]",
+        "forward d64 3x128-halves [4, 4, 4, 2, 3]",
         "forward d64 3x64 [5, 5, 5, 3, 3]",
         "forward d64 3x64 bias [5, 5, 5, 3, 3]",
         "forward d64 3x64 causal bias [5, 5, 5, 3, 3]",
+        "forward d64 3x64-halves [5, 5, 5, 3, 3]",
         "forward d64 3x64-once [5, 5, 5, 3, 3]",
         # consumers: step, visit and the tile's rows; the loader: tile, step, visit and records; then dQ from dS
         *(
@@ -147,13 +149,15 @@ def test_every_choice_is_a_configuration_that_is_tested() -> None:
         ((2048, 2048, 4096, 4096), (128, 128)),
     ):
         for softmax, step in zip((True, False), steps, strict=True):
-            chosen = launch.choose_forward(*sizes, softmax=softmax, masked=False)
-            assert chosen in launch.FORWARD.values()
-            assert chosen.step == step
-            assert launch.choose_forward(*sizes, softmax=softmax, masked=True) in launch.FORWARD.values()
-    assert launch.choose_forward(512, 512, 1024, 1024, softmax=True, masked=True, bias=True).step == 64
+            for dim, whole in ((32, True), (64, True), (96, False), (128, True)):
+                chosen = launch.choose_forward(*sizes, dim=dim, softmax=softmax, masked=False)
+                assert chosen in launch.FORWARD.values()
+                assert chosen.step == step
+                assert chosen.halves == (softmax and whole and not chosen.once)
+                assert launch.choose_forward(*sizes, dim=dim, softmax=softmax, masked=True) in launch.FORWARD.values()
+    assert launch.choose_forward(512, 512, 1024, 1024, dim=128, softmax=True, masked=True, bias=True).step == 64
     for max_k, masked, once in ((64, False, True), (65, False, False), (64, True, False)):
-        chosen = launch.choose_forward(500, 30, 1024, max_k, softmax=True, masked=masked)
+        chosen = launch.choose_forward(500, 30, 1024, max_k, dim=64, softmax=True, masked=masked)
         assert (chosen is launch.FORWARD["3x64-once"]) == once
 
 

@@ -100,9 +100,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--peer", action="append", default=[], help="only this peer; may be repeated; all by default")
     parser.add_argument(
-        "--trials", action="store_true", help="also what nobody chooses yet (attention and gdpa): `bench.trials`"
-    )
-    parser.add_argument(
         "--clock", action="store_true", help="also the SMs' clock under each variant (attention and gdpa)"
     )
     parser.add_argument(
@@ -185,7 +182,7 @@ def _prebuild(options: argparse.Namespace, names: Iterable[str]) -> None:
     def wanted(variant: str) -> bool:
         return options.variant in variant and not any(x in variant for x in options.skip)
 
-    prebuild.build(prebuild.tasks(names, _activations(options), wanted, options.peer, options.trials), 2 * options.jobs)
+    prebuild.build(prebuild.tasks(names, _activations(options), wanted, options.peer), 2 * options.jobs)
 
 
 def _activations(options: argparse.Namespace) -> list[str | None]:
@@ -248,7 +245,7 @@ def _measure(
         return block.measure(name, device, **chosen, **shared)
     from gem_kernels.bench import suite
 
-    chosen |= {"trying": options.trials, "clock": options.clock, "constant": options.constant}
+    chosen |= {"clock": options.clock, "constant": options.constant}
     rows = []
     for act in _activations(options):
         rows += suite.measure(cases.case(name), act, device, **chosen, **shared)

@@ -18,11 +18,10 @@ Task = tuple[str, str | None, str]  # case, activation, variant or "peer <name>"
 
 
 def tasks(
-    names: Iterable[str], acts: Iterable[str | None], wanted: Callable[[str], bool], chosen: Iterable[str] = (),
-    trying: bool = False,
+    names: Iterable[str], acts: Iterable[str | None], wanted: Callable[[str], bool], chosen: Iterable[str] = ()
 ) -> list[Task]:  # fmt: skip
     """One task for every kernel: cases that differ in lengths alone share theirs. First those of peers, which take
-    longest: those named, or all. trying: with `trials`.
+    longest: those named, or all.
     """
     found: dict[tuple[object, ...], Task] = {}
     for name, act in itertools.product(names, acts):
@@ -30,7 +29,7 @@ def tasks(
         if not suite.measures(case, act):
             continue
         masks = tuple(side >= 0 for side in case.window)
-        for variant in suite.names(case, act, trying):
+        for variant in suite.names(case, act):
             if wanted(variant):
                 found.setdefault((act, variant, case.dim, masks, case.bias), (name, act, variant))
         for peer in peers.COMPILED:
@@ -61,7 +60,7 @@ def _run(task: Task) -> bool:
             torch.cuda.empty_cache()  # of the task before
             p = suite.Problem.make(cases.case(name), act, torch.device("cuda"))
             peer = variant.removeprefix("peer ")
-            run = suite.ours(p, trying=True)[variant] if peer == variant else suite.theirs(p, (peer,))[peer]
+            run = suite.ours(p)[variant] if peer == variant else suite.theirs(p, (peer,))[peer]
             for what in (run.forward, run.backward):
                 if what is not None:
                     what()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels import dispatch, flops, testing
-from gem_kernels.bench import peers, timing, trials
+from gem_kernels.bench import peers, timing
 from gem_kernels.bench.cases import HEADS, Case
 from gem_kernels.gdpa import ACTIVATIONS, gdpa
 from gem_kernels.jagged_attention import jagged_attention
@@ -27,6 +27,7 @@ SAMPLE = 10  # sequences of a case that the gate compares
 POLYNOMIAL = ("silu_poly", "gelu_poly")
 BOUND = 4.0  # of the scores, where a polynomial takes the activation's place
 WITH_DBIAS = " and dbias"
+FORWARD_COMPARED = ("3x128", "3x128-halves", "3x64", "3x64-halves", "3x64-once")
 POLYNOMIAL_CASES = ("self-full-1024", "self-half-1024", "self-half-512", "short-kv-256")
 
 
@@ -151,14 +152,15 @@ def _hopper_names(case: Case, act: str | None) -> tuple[list[str], list[str]]:
     """The configurations of both passes worth comparing on a case; of the backward with a bias without and with its
     gradient.
     """
-    from gem_kernels.hopper import launch_backward
+    from gem_kernels.hopper import launch, launch_backward
 
     if case.bias:
         return ["3x64"], ["stream", f"stream{WITH_DBIAS}"]
     fitting = [name for name, way in launch_backward.BACKWARD.items() if way.fits(case.max_q, case.max_k)]
     if max(case.window) >= 0:
         return ["3x128", "3x128-lean"], fitting
-    return ["3x128", "3x64"] + ["3x64-once"] * (case.max_k <= 64), fitting
+    forward = [name for name in FORWARD_COMPARED if launch.FORWARD[name].fits(case.dim, case.max_k)]
+    return [name for name in forward if act is None or not launch.FORWARD[name].halves], fitting
 
 
 def _baseline(p: Problem) -> Variant:
@@ -184,19 +186,18 @@ def measures(case: Case, act: str | None) -> bool:
     return (act is None or not case.bias) and (act not in POLYNOMIAL or case.name in POLYNOMIAL_CASES)
 
 
-def names(case: Case, act: str | None, trying: bool = False) -> list[str]:
-    """What `ours` may hold, known without a device; trying: with `trials`."""
+def names(case: Case, act: str | None) -> list[str]:
+    """What `ours` may hold, known without a device."""
     if act in POLYNOMIAL:
         return ["hopper", "triton", "hopper exact"]
     hopper = ["hopper", *(f"hopper {name}" for both in _hopper_names(case, act) for name in both)]
-    hopper += trials.names(case, act) if trying else []
     other = [] if max(case.window) >= 0 else ["triton subtraction"] if act is None else ["triton baseline"]
     return [*hopper, "triton", *other]
 
 
-def ours(p: Problem, trying: bool = False) -> dict[str, Variant]:
+def ours(p: Problem) -> dict[str, Variant]:
     """The public operator on every backend that takes this problem, then the configurations of the Hopper kernels and
-    the other generations; trying: and `trials`.
+    the other generations.
     """
     op = "jagged_attention" if p.act is None else "gdpa"
     found: dict[str, Variant] = {}
@@ -214,7 +215,6 @@ def ours(p: Problem, trying: bool = False) -> dict[str, Variant]:
         return found
     if "hopper" in found:
         found.update(_hopper(p))
-        found.update((name, Variant(run, None)) for name, run in trials.make(p) if trying)
     if p.act is None and not masked and "triton" in found:
         found["triton subtraction"] = _subtraction(p)
     if p.act is not None and not masked and p.case.dim in (64, 128):
@@ -320,16 +320,16 @@ def _checked(full: Iterable[Tensor], got: list[Tensor], expected: list[Tensor]) 
 def measure(
     case: Case, act: str | None, device: torch.device, *, passes: tuple[str, ...], only: str, skip: tuple[str, ...],
     peer_names: tuple[str, ...], rounds: int, rep: int, ceilings: dict[str, float], gate_only: bool,
-    trying: bool = False, clock: bool = False, constant: bool = False,
+    clock: bool = False, constant: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The rows of one case: the gate, then times of ours, of the peers and of the large matrix product.
 
-    trying: with `trials`; clock: the SMs' clock under each; constant: inputs of one number.
+    clock: the SMs' clock under each; constant: inputs of one number.
     """
     if not measures(case, act):
         return []
     p = Problem.make(case, act, device, constant=constant)
-    variants = {n: v for n, v in ours(p, trying).items() if only in n and not any(x in n for x in skip)}
+    variants = {n: v for n, v in ours(p).items() if only in n and not any(x in n for x in skip)}
     errors = gate(p, variants, passes)
     if gate_only:
         return []

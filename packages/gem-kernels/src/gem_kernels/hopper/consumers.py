@@ -299,8 +299,7 @@ def consume(
     W, scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr,
     TURNS: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, LEAN: gl.constexpr,
-    ONCE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEAR: gl.constexpr,
-    HALVES: gl.constexpr,
+    ONCE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile: the first consumer the first, and so on. SHORT: the layout of a short step of K and V.
 
@@ -357,13 +356,13 @@ def consume(
                     )  # fmt: skip
                 _finish(
                     acc, m, total, out, q_buf.index(slot), out_row, mine, head, D, DIM, OL, ACT, MASKED or BIAS > 0,
-                    RESIDUAL, NEAR,
+                    RESIDUAL, HALVES,
                 )  # fmt: skip
             else:
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(before), count=1, pred=tile > 0)
                 if mine > 0:
-                    _no_keys(out, out_row, mine, head, D, DIM, OL, ACT, RESIDUAL, NEAR)
+                    _no_keys(out, out_row, mine, head, D, DIM, OL, ACT, RESIDUAL, HALVES)
                 pass_steps(step, n, barriers, KS, LEAN)
             step += n
             before = slot

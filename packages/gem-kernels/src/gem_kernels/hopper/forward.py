@@ -29,8 +29,7 @@ def forward_kernel(
     BN: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr,
     TURNS: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     SHARED: gl.constexpr, REGS: gl.constexpr, LOADER_REGS: gl.constexpr,
-    LEAN: gl.constexpr, ONCE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEAR: gl.constexpr,
-    LATE: gl.constexpr, HALVES: gl.constexpr,
+    LEAN: gl.constexpr, ONCE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """O = softmax(scale Q K^T) V, or out_scale * act(scale Q K^T) V, with RESIDUAL plus what is at `residual_ptr`, laid
     out as O; for softmax `scale` holds log2(e) as a factor.
@@ -76,13 +75,13 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (consume, (gl.to_tensor(0), scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT,
-                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, ONCE, BIAS, RESIDUAL, NEAR, HALVES)),
+                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, ONCE, BIAS, RESIDUAL, HALVES)),
             (consume, (gl.to_tensor(1), scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT,
-                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, ONCE, BIAS, RESIDUAL, NEAR, HALVES)),
+                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, ONCE, BIAS, RESIDUAL, HALVES)),
             (consume, (gl.to_tensor(2), scale, out, bias, records, buffers, q_barriers, barriers, window, SHORT,
-                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, ONCE, BIAS, RESIDUAL, NEAR, HALVES)),
+                       BN, D, DIM, NC, KS, QS, TURNS, ACT, LEFT, RIGHT, LEAN, ONCE, BIAS, RESIDUAL, HALVES)),
             (load_queries, (queries, records, q_buf, q_full, q_empty, window,
-                            BN, NC, QS, LEFT, RIGHT, SHARED, ONCE, BIAS, TURNS, LATE)),
+                            BN, NC, QS, LEFT, RIGHT, SHARED, ONCE, BIAS, TURNS)),
             (load_keys, (keys, records, (k_buf, v_buf), barriers, window, BN, KS, GROUP, LEFT, RIGHT, LEAN)),
         ],
         [4, 4, 1, 1],

@@ -35,10 +35,9 @@ class ForwardConfig:
     stages to be ahead by.
     lean: K and V of a step share barriers, and rows are reduced with less waiting (`consumers`).
     once: a block has one step (`once`): for at most `step` keys a sequence, without masks and biases.
-    near: addresses of stores are made where they are used (`consumers`).
-    late: a program takes its next tile later (`loaders`).
-    halves: weights of half a step's keys are made under the product of the other half's (`halves`); not with masks or
-    biases, and head dimension 96 as if it were 128.
+    halves: weights of half a step's keys are made under the product of the other half's (`halves`), and addresses of
+    stores where they are used (`consumers`): not with masks or biases, and not at head dimensions from 65 to 96, whose
+    scores are two products.
     """
 
     consumers: int
@@ -47,8 +46,6 @@ class ForwardConfig:
     turns: bool = False
     lean: bool = False
     once: bool = False
-    near: bool = False
-    late: bool = False
     halves: bool = False
 
     @property
@@ -56,11 +53,13 @@ class ForwardConfig:
         """The tile shape for the schedule."""
         return TileShape(consumers=self.consumers, step=self.step)
 
-    def fits(self, max_k: int, *, masked: bool = False, bias: bool = False) -> bool:
-        """Whether this configuration can do sequences of up to `max_k` keys."""
-        return not (self.once or self.halves) or (
-            not masked and not bias and (max_k <= self.step or not self.once)
-        )  # fmt: skip
+    def fits(self, dim: int, max_k: int, *, masked: bool = False, bias: bool = False) -> bool:
+        """Whether this configuration can do head dimension `dim` and sequences of up to `max_k` keys."""
+        if self.once and max_k > self.step:
+            return False
+        if self.halves and 64 < dim <= 96:
+            return False
+        return not (self.once or self.halves) or not (masked or bias)
 
     def constants(
         self, dim: int, *, group: int, act: str, left: bool = False, right: bool = False, shared: bool = False,
@@ -71,49 +70,40 @@ class ForwardConfig:
             "BN": self.step, "D": padded(dim), "DIM": dim, "NC": self.consumers, "KS": self.stages,
             "QS": 2, "TURNS": self.turns, "GROUP": group, "ACT": act, "LEFT": left, "RIGHT": right, "SHARED": shared,
             "REGS": 160, "LOADER_REGS": 32, "LEAN": self.lean, "ONCE": self.once,
-            "BIAS": bias, "RESIDUAL": residual, "NEAR": self.near, "LATE": self.late, "HALVES": self.halves,
+            "BIAS": bias, "RESIDUAL": residual, "HALVES": self.halves,
         }  # fmt: skip
 
 
 FORWARD = {
     "3x128": ForwardConfig(consumers=3, step=128, stages=2),
     "3x128-lean": ForwardConfig(consumers=3, step=128, stages=2, lean=True),
+    "3x128-halves": ForwardConfig(consumers=3, step=128, stages=2, halves=True),
     "3x64": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True),
+    "3x64-halves": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True, halves=True),
     "3x64-once": ForwardConfig(consumers=3, step=64, stages=4, turns=True, once=True),
 }
 
-# Compiled, and right in the simulator; nobody chooses them until a card has shown them right and faster.
-TRIALS = {
-    "3x128-near": ForwardConfig(consumers=3, step=128, stages=2, near=True),
-    "3x128-near-late": ForwardConfig(consumers=3, step=128, stages=2, near=True, late=True),
-    "3x128-halves": ForwardConfig(consumers=3, step=128, stages=2, near=True, late=True, halves=True),
-    "3x128-halves-turns": ForwardConfig(
-        consumers=3, step=128, stages=2, near=True, late=True, halves=True, turns=True
-    ),
-    "3x64-near-late": ForwardConfig(consumers=3, step=64, stages=4, turns=True, lean=True, near=True, late=True),
-    "3x64-halves": ForwardConfig(
-        consumers=3, step=64, stages=4, turns=True, lean=True, near=True, late=True, halves=True
-    ),
-}  # fmt: skip
-
 
 def choose_forward(
-    rows_q: float, rows_k: float, max_q: int, max_k: int, *, softmax: bool, masked: bool, bias: bool = False
-) -> ForwardConfig:
+    rows_q: float, rows_k: float, max_q: int, max_k: int,
+    *, dim: int, softmax: bool, masked: bool, bias: bool = False,
+) -> ForwardConfig:  # fmt: skip
     """The configuration for `rows_q` queries and `rows_k` keys on average (docs/notes/hopper-attention.md).
 
     Steps of 64 keys for short keys where lengths differ (with an activation: those of keys), so that tiles end or have
     fewer blocks than there are consumers, and where memory is the bound anyway (learned queries, very short keys);
-    elsewhere 128.
+    elsewhere 128. Softmax in halves, where that can be: an activation has too little to hide.
     """
-    if FORWARD["3x64-once"].fits(max_k, masked=masked, bias=bias):
+    if FORWARD["3x64-once"].fits(dim, max_k, masked=masked, bias=bias):
         return FORWARD["3x64-once"]
     if bias:  # which takes registers
         return FORWARD["3x64"]
     if masked:
         return FORWARD["3x128-lean"]
     ragged = rows_k < 0.75 * max_k or (softmax and rows_q < 0.75 * max_q)
-    return FORWARD["3x64" if min(rows_q, rows_k) <= 64 or (ragged and max_k <= 512) else "3x128"]
+    name = "3x64" if min(rows_q, rows_k) <= 64 or (ragged and max_k <= 512) else "3x128"
+    halves = FORWARD[f"{name}-halves"]
+    return halves if softmax and halves.fits(dim, max_k) else FORWARD[name]
 
 
 @functools.cache
@@ -211,9 +201,9 @@ def forward(
     q, k, v = readable(q), readable(k), readable(v)
     masked = left >= 0 or right >= 0
     config = config or choose_forward(
-        total / batch, k.shape[0] / batch, max_q, max_k, softmax=softmax, masked=masked, bias=bias is not None
+        total / batch, k.shape[0] / batch, max_q, max_k, dim=dim, softmax=softmax, masked=masked, bias=bias is not None
     )
-    assert config.fits(max_k, masked=masked, bias=bias is not None)
+    assert config.fits(dim, max_k, masked=masked, bias=bias is not None)
     own = torch.arange(2, device=q.device) * length if q_offsets is None else q_offsets
     launches: list[Launch] = []
     if tiles is None:

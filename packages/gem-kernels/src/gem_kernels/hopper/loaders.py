@@ -14,16 +14,13 @@ from gem_kernels.hopper.records import BLOCK, FIELDS, RECORDS, steps_of
 def load_queries(
     inputs, records, q_buf, q_full, q_empty, window,
     BN: gl.constexpr, NC: gl.constexpr, QS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    SHARED: gl.constexpr, ONCE: gl.constexpr, BIAS: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr = False,
+    SHARED: gl.constexpr, ONCE: gl.constexpr, BIAS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Takes tiles off the list, the largest first, tells the other partitions of each, and loads up to NC blocks of
     its queries.
 
     Buffers and barriers belong to consumers, not to a tile's blocks: with TURNS a block goes where the consumer that
     takes it looks. A wait passes at once when its barrier is two phases behind, so who waits must see every phase.
-
-    LATE: the next tile is taken when there is room for its predecessor's queries, not before. So a program holds one
-    tile less that others could do where the list ends.
     """
     q_desc, tiles_ptr, count_ptr, cursor_ptr, own_ptr, max_k = inputs
     record, record_full, record_empty = records
@@ -52,9 +49,7 @@ def load_queries(
         record.index(s).store(y)
         mbarrier.arrive(record_full.index(s), count=1)
         if t < total:
-            taken = 0
-            if not LATE:
-                taken = take(cursor_ptr, total)
+            taken = take(cursor_ptr, total)
             q_start, rows, _k_start, k_len, head, _out_start, _b, position = unpack(x, L)
             _lo, shorts, wholes = steps_of(position, rows, k_len, left, right, BN, LEFT, RIGHT)
             phase = (tile // QS) & 1
@@ -69,8 +64,6 @@ def load_queries(
                     tma.async_copy_global_to_shared(q_desc, [q_start + w * BLOCK, head, 0], full, q_buf.index(slot))
                 else:
                     mbarrier.arrive(full, count=1)
-            if LATE:
-                taken = take(cursor_ptr, total)
             if TURNS:
                 turn = (turn + gl.cdiv(rows, BLOCK)) % NC
             t = gl.num_programs(0) + taken
