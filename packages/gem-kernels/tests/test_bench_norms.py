@@ -22,13 +22,17 @@ def test_every_case_is_right(name, device):
 
 
 def test_variants_run_where_they_are_asked_for(device):
-    p = norms.problem("rms-256", device, shrink=2**13)
+    p = norms.problem("layer-512", device, shrink=2**13)
     assert list(norms.ours(p)) == ["triton"]
-    found = norms.ours(p, "triton", ("1-warp",))
-    assert list(found) == ["triton", "triton lean", "triton lean-tail", "triton lean-4-stages", "triton lean-ahead"]
-    norms.gate(p, found["triton lean-tail"], ("forward", "backward"))
+    found = norms.ours(p, "triton", ("4-stages",))
+    assert list(found) == ["triton", "triton 1-warp", "triton lean-1-warp"]
+    norms.gate(p, found["triton lean-1-warp"], ("forward", "backward"))
+    p = norms.problem("layer-residual-384", device, shrink=2**13)
+    found = norms.ours(p, "triton")
+    assert list(found) == ["triton", "triton 1-warp", "triton 1-warp-4-stages"]
+    norms.gate(p, found["triton 1-warp"], ("forward", "backward"))
     linear = norms.problem("norm-linear-256-256", device, shrink=2**13)
-    assert list(linear.variants) == ["resident"]
+    assert list(linear.variants) == ["resident", "streamed"]
 
 
 def test_the_gate_closes():

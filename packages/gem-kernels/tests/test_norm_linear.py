@@ -87,7 +87,16 @@ class TestHopper:
     @pytest.mark.parametrize("backend", ["hopper", "triton"])
     @pytest.mark.parametrize(
         ("rows", "k", "n"),
-        [(70, 72, 40), (1, 8, 8), (0, 8, 8), (129, 512, 264), (40_000, 1024, 512), (40_001, 256, 1024)],
+        [
+            (70, 72, 40),
+            (1, 8, 8),
+            (0, 8, 8),
+            (129, 512, 264),
+            (40_000, 1024, 512),
+            (40_001, 256, 1024),
+            (40_000, 256, 1024),
+            (70, 256, 520),
+        ],
     )
     def test_before(self, rows, k, n, backend):
         """Also many tiles of a program that share rows: what overwrites a tile too early shows there."""
@@ -116,7 +125,7 @@ class TestHopper:
             exact = after_formula(*(None if t is None else t.double() for t in (x, weight, gain, *rest)))
             assert relative_error(got, exact) < 3e-3
 
-    @pytest.mark.parametrize("n", [256, 1024])
+    @pytest.mark.parametrize("n", [256, 512, 1024])
     def test_a_weight_that_stays_many_times(self, n):
         """Loads that come late are rare: the bits are the same every time, the rows not in any cache."""
         from gem_kernels.norm_linear import hopper
@@ -154,12 +163,15 @@ def test_a_consumer_sees_every_phase_of_its_barriers(slots):
     assert sorted(phases) == list(range(consumers * slots))
 
 
-def test_a_resident_weight_is_only_run_where_asked():
+def test_where_the_weight_stays():
     from gem_kernels.norm_linear import hopper
 
-    assert {n: hopper.choose(n) for n in (8, 128, 136, 1024)} == {
-        8: hopper.SLIM, 128: hopper.SLIM, 136: hopper.WIDE, 1024: hopper.WIDE,
-    }  # fmt: skip
+    for inputs in (64, 256, 512):
+        for outputs in (8, 128, 136, 256, 504, 512, 1024, 4096, 4104):
+            usual = hopper.SLIM if outputs <= 128 else hopper.WIDE
+            stays = inputs == 256 and 512 <= outputs <= 4096
+            assert hopper.choose(inputs, outputs) is (hopper.RESIDENT[4] if stays else usual)
+            assert hopper.choose(inputs, outputs, bias=True) is usual
 
 
 def test_wide_rows_after_a_product_are_its_parts(device):

@@ -26,6 +26,7 @@ def small_launches(monkeypatch, device):
         )
         monkeypatch.setattr(triton, "PARTS", 3)
         monkeypatch.setattr(triton, "SUM", Tile(bm=2, bn=16))
+        monkeypatch.setattr(triton, "SUM_MANY", Tile(bm=4, bn=16))
 
 
 def normal(*shape, seed=0, dtype=torch.float64, device="cpu", grad=False):
@@ -206,6 +207,40 @@ def test_runs_are_equal_bit_by_bit(device, kind):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("swish", [False, True])
+def test_programs_of_one_warp(device, swish, residual, monkeypatch):
+    """The backward pass with a warp for a program: on few rows, and where the real launches run on many."""
+    monkeypatch.setattr(triton, "ALONE", 4096)
+    monkeypatch.setattr(triton, "PARTS", 4 if device.type == "cpu" else 512)
+    given = operands((50, 72), "layer", residual, True, device, torch.float32)
+    compare(given, "layer", swish, "triton", TOLERANCE[torch.float32])
+    if device.type == "cuda":
+        for rows, width in ((2**16 + 5, 512), (2**16 + 7, 384), (40_001, 256), (20_003, 1024)):
+            given = operands((rows, width), "layer", residual, True, device, torch.bfloat16)
+            compare(given, "layer", swish, "triton", TOLERANCE[torch.bfloat16])
+
+
+def test_programs_of_one_warp_fit_on_an_sm(monkeypatch):
+    """Of a LayerNorm up to ALONE bytes a row; registers for as many as there are, in numbers of the shape alone."""
+    monkeypatch.undo()
+    for width, size, extra in itertools.product((1, 12, 64, 100, 256, 320, 384, 512, 768, 1024), (2, 4), (0, 1, 2)):
+        s = triton.alone(width, size, extra=extra)
+        assert s.warps == 1
+        assert s.cuts * s.span >= width
+        assert s.span * size <= 512  # a row's pieces are in the same lanes
+        assert s.rows * s.span * size == 32 * 16  # every lane has something to load, 16 bytes at once
+        assert s.programs * s.registers <= 128 * 2**11  # 65,536 registers of 128 SMs and more, 32 threads
+        assert s.constants(width, size)["TOGETHER"] == s.rows
+    assert triton.alone(512).programs == 2048
+    assert triton.alone(512, extra=2).programs == triton.alone(384).programs == 1536
+    monkeypatch.setattr(triton, "ALONE", 1024)
+    assert triton.spread(512, True) == triton.alone(512)
+    assert triton.spread(256, True, 4, extra=1) == triton.alone(256, 4, extra=1)
+    for other in (triton.spread(512, False), triton.spread(1024, True), triton.spread(512, True, layer=False)):
+        assert other.warps > 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -281,6 +316,7 @@ def test_compiles_without_a_graph_break(device):
 
 def test_launches_depend_on_the_shape_alone(monkeypatch):
     monkeypatch.undo()
+    monkeypatch.setattr(triton, "ALONE", 0)
     for width in (1, 64, 100, 384, 512, 1024, 4096, 8192):
         for backward, size in itertools.product((False, True), (2, 4)):
             s = triton.spread(width, backward, size)

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gem_kernels import flops, jagged, jagged_to_padded, norms, padded_to_jagged, sequences, testing
 from gem_kernels.bench import cases
 from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.norms import lean
+from gem_kernels.norms import triton as usual
 from gem_kernels.rotary import reference as rotary_reference
 from gem_kernels.rotary import rope
 from gem_kernels.sequences import reference
@@ -66,12 +68,51 @@ def _liger(kind: str, residual: bool) -> Run:
     return lambda x, w, b: Layer.apply(x, w, b, EPS)
 
 
+class _WithBackward(torch.autograd.Function):
+    """The usual forward pass with another backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, kind: str, swish: bool, other: Run
+    ) -> Any:  # fmt: skip
+        y, total = usual.forward(x, residual, weight, bias, kind, EPS, swish)
+        ctx.residual = residual is not None
+        ctx.save_for_backward(total if ctx.residual else x, weight, bias)
+        ctx.rest = kind, EPS, swish
+        ctx.other = other
+        return (y, total) if ctx.residual else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> Any:
+        dx, dweight, dbias = ctx.other(dy, dtotal, *ctx.saved_tensors, *ctx.rest)
+        return dx, dx if ctx.residual else None, dweight, dbias, None, None, None
+
+
+def _with(backward: Run, x: Tensor, residual: Tensor | None, affine: tuple[Tensor, ...], kind: str, swish: bool) -> Any:
+    return _WithBackward.apply(x, residual, *affine, kind, swish, backward)
+
+
+def _backwards(width: int, *, residual: bool, swish: bool) -> dict[str, Run]:
+    """Other backward passes of a LayerNorm, off by default."""
+    if width > 1024:
+        return {}
+    alone = functools.partial(usual.alone, width, extra=residual + swish)
+    found: dict[str, Run] = {
+        "1-warp": functools.partial(usual.backward, how=alone()),
+        "1-warp-4-stages": functools.partial(usual.backward, how=alone(stages=4)),
+    }
+    if not residual and width <= 512:
+        found["lean-1-warp"] = lambda dy, _, *rest: lean.backward(dy, *rest)
+    return found
+
+
 def _norm(
     name: str, kind: str, width: int, device: torch.device, shrink: int, *, rows: int = ROWS, residual: bool = False,
     swish: bool = False, packed: bool = False,
 ) -> Problem:  # fmt: skip
     """A norm of [rows, width], or (`packed`) of the heads of one of three projections in a row."""
-    rows //= shrink
+    rows = max(5, rows // shrink)
     layer = kind == "layer"
 
     def make() -> Tensor:
@@ -99,11 +140,12 @@ def _norm(
     op = f"{kind}_norm{'+residual' if residual else ''}{'+swish' if swish else ''}"
     known = not swish and not (layer and residual)
     others: dict[str, Callable[[], Run]] = {"liger": functools.partial(_liger, kind, residual)} if known else {}
-    variants: dict[str, Run] = {
-        variant: functools.partial(lean.norm, kind=kind, eps=EPS, swish=swish, way=way)
-        for variant, way in lean.ways(width, layer=layer, swish=swish).items()
-        if not residual and not packed and width <= lean.WIDEST
-    }
+    variants: dict[str, Run] = {}
+    if layer and not packed:
+        variants = {
+            variant: lambda *tensors, backward=backward: _with(backward, *parts(tensors), kind=kind, swish=swish)
+            for variant, backward in _backwards(width, residual=residual, swish=swish).items()
+        }
     return Problem(
         name=name, op=op, width=width, inputs=inputs, cost=cost, ours=ours, eager=eager, others=others,
         compiled=name in COMPILED, variants=variants,
@@ -122,15 +164,16 @@ def _linear(name: str, inputs: int, outputs: int, device: torch.device, shrink: 
         norm = _liger("rms", False)
         return lambda x, gain, weight: F.linear(norm(x, gain), weight)
 
-    def resident(x: Tensor, gain: Tensor, weight: Tensor) -> Tensor:  # has no backward pass of its own
+    def other(stays: bool, x: Tensor, gain: Tensor, weight: Tensor) -> Tensor:  # the forward pass alone
         from gem_kernels.norm_linear import hopper
 
-        return hopper.forward(x, gain, weight, None, EPS, config=hopper.RESIDENT[-(-inputs // hopper.WIDE.bk)])
+        config = hopper.RESIDENT[-(-inputs // hopper.WIDE.bk)] if stays else hopper.WIDE
+        return hopper.forward(x, gain, weight, None, EPS, config=config)
 
     return Problem(
         name=name, op="norm_linear", operator="norm_linear", width=inputs, compiled=True,
         others={"parts": parts, "liger": liger}, backends=("hopper", "triton"),
-        variants={"resident": resident} if inputs <= 256 else {},
+        variants={n: functools.partial(other, n == "resident") for n in ("resident", "streamed") if inputs <= 256},
         inputs=[_normal(device, rows, inputs), 1 + 0.1 * _normal(device, inputs), weight],
         cost=flops.norm_linear(rows, inputs, outputs),
         ours=lambda x, gain, weight, backend: norm_linear(x, gain, weight, eps=EPS, backend=backend),
@@ -248,10 +291,12 @@ _MAKE: dict[str, Callable[..., Problem]] = {  # in this order, so that a run tha
     **{f"rms-{w}": functools.partial(_norm, kind="rms", width=w) for w in (256, 512, 1024)},
     "rms-4096": functools.partial(_norm, kind="rms", width=4096, rows=ROWS // 4),
     "rms-8192": functools.partial(_norm, kind="rms", width=8192, rows=ROWS // 8),
-    **{f"layer-{w}": functools.partial(_norm, kind="layer", width=w) for w in (384, 512, 1024)},
+    **{f"layer-{w}": functools.partial(_norm, kind="layer", width=w) for w in (384, 512, 768, 1024)},
     "rms-residual-512": functools.partial(_norm, kind="rms", width=512, residual=True),
     "layer-residual-512": functools.partial(_norm, kind="layer", width=512, residual=True),
+    "layer-residual-384": functools.partial(_norm, kind="layer", width=384, residual=True),
     "layer-swish-512": functools.partial(_norm, kind="layer", width=512, swish=True),
+    "layer-512-few": functools.partial(_norm, kind="layer", width=512, rows=ROWS // 64),
     "qk-128": functools.partial(_norm, kind="rms", width=128, packed=True),
     **{f"rope-{dim}": functools.partial(_rotary, dim=dim) for dim in (64, 128)},
     "most-recent-256": functools.partial(_helper, op="most_recent", width=256),

@@ -25,7 +25,9 @@ __all__ = ["applies", "backward", "backward_with_rows", "backward_with_sums", "c
 
 MAX_WIDTH = 8192
 PARTS = 512  # programs of a backward pass at most, and rows of the first stage's result: 4 on an SM of 128 and more
+ALONE = 0  # bytes of a LayerNorm's row up to which a backward program is one warp (`alone`)
 SUM = Tile(bm=512, bn=8, warps=8, stages=1)  # the second stage: one step for a program, however few columns there are
+SUM_MANY = Tile(bm=2048, bn=8, warps=32, stages=1)  # of the sums of programs of one warp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +62,42 @@ def applies(problem: dispatch.Problem) -> tuple[bool, str]:
     return tiling.applies_to_dtype(problem)
 
 
-def spread(width: int, backward: bool, size: int = 2, *, layer: bool = True) -> Spread:
-    """How rows of `width` elements of `size` bytes lie in a program; `layer`: of a LayerNorm.
+def alone(width: int, size: int = 2, *, extra: int = 0, stages: int = 3) -> Spread:
+    """Backward: a program is one warp, which waits for no other one.
+
+    A lane has 16 columns of a row, or 24 where that leaves no padding. Of each it keeps about six numbers, and one more
+    for each of `extra` operands: so many registers decide how many programs fit on an SM.
+    """
+    lane = 16 // size  # elements that a thread loads at once
+    lanes = min(32, triton.next_power_of_2(triton.cdiv(width, 16)))
+    if width == 12 * lanes and lanes > 1:
+        lanes //= 2
+    span = lanes * lane
+    pieces = triton.cdiv(width, span)
+    kept = (6 + extra) * pieces * lane
+    resident, registers = (16, 128) if kept <= 112 else (12, 168) if kept <= 144 else (8, 255)
+    return Spread(
+        rows=32 // lanes,
+        cuts=triton.next_power_of_2(pieces),
+        span=span,
+        warps=1,
+        stages=stages,
+        programs=PARTS // 4 * resident,
+        registers=registers,
+    )
+
+
+def spread(width: int, backward: bool, size: int = 2, *, layer: bool = True, extra: int = 0) -> Spread:
+    """How rows of `width` elements of `size` bytes lie in a program; `layer`: of a LayerNorm. `extra`: operands of the
+    backward pass besides the rows and their gradients, a gate and a residual's gradient.
 
     A row of up to 1024 bytes (forward 2048) is in one warp; a thread has 16 elements of a wider one. Spans are as long
     as the threads of a row load at once, or half of that where it leaves less padding. Backward, the loads of two more
     tiles are on their way while one is computed: without them a program spends half of its time with none
     (docs/notes/norms.md).
     """
+    if backward and layer and width * size <= ALONE:
+        return alone(width, size, extra=extra)
     lane = 16 // size  # elements that a thread loads at once
     columns = triton.next_power_of_2(width)
     one_warp = columns * size <= (1024 if backward else 2048)
@@ -87,6 +117,8 @@ def spread(width: int, backward: bool, size: int = 2, *, layer: bool = True) -> 
     rows = max(1, 32 * warps * lane // span, 32 * warps * elements // (cuts * span))
     if rows * cuts * span > 512 * warps:  # more than 16 elements of a thread leave room for three programs on an SM
         programs = PARTS * 3 // 4 if columns < 8192 else 132
+    if extra == 2:
+        programs = min(programs, PARTS * 3 // 4)  # registers for three on an SM
     return Spread(
         rows=rows,
         cuts=cuts,
@@ -161,9 +193,10 @@ def backward(
     kind: str,
     eps: float,
     swish: bool,
+    how: Spread | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the sum, of weight and of bias ([0] for what there is not)."""
-    return _run(dy, dtotal, total, weight, bias, None, None, kind, eps, swish)[:3]
+    """Gradients of the sum, of weight and of bias ([0] for what there is not). `how`: in the place of `spread`'s."""
+    return _run(dy, dtotal, total, weight, bias, None, None, kind, eps, swish, how)[:3]
 
 
 def backward_with_rows(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +223,7 @@ def backward_with_sums(
 
 def _run(
     dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor | None,
-    residual_bias: Tensor | None, result: Tensor | None, kind: str, eps: float, swish: bool,
+    residual_bias: Tensor | None, result: Tensor | None, kind: str, eps: float, swish: bool, how: Spread | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`result`: what the forward pass made is written there."""
     width = total.shape[-1]
@@ -198,10 +231,10 @@ def _run(
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     views, heads = rows_with_heads(total, dy) if dtotal is None else rows_with_heads(total, dy, dtotal)
     rows = total.numel() // width
-    s = spread(width, True, total.element_size(), layer=kind == "layer")
+    extra = swish + (dtotal is not None)
+    s = how or spread(width, True, total.element_size(), layer=kind == "layer", extra=extra)
     tiles = triton.cdiv(rows, s.rows)
-    programs = min(s.programs, PARTS * 3 // 4) if swish and dtotal is not None else s.programs  # registers for three
-    each = triton.cdiv(tiles, programs)
+    each = triton.cdiv(tiles, s.programs)
     parts = triton.cdiv(tiles, each) if tiles else 0
     present = {"WEIGHT": weight is not None, "BIAS": bias is not None, "SUMS": residual_bias is not None}
     vectors = sum(present.values())
@@ -221,41 +254,48 @@ def _run(
     ]
     if vectors:
         into = [g for g in gradients if g.numel()]
+        t = SUM if parts <= 2 * SUM.bm else SUM_MANY
         launch(
-            sum_kernel, triton.cdiv(vectors * width, SUM.bn), total.device, SUM,
-            sums, into[0], into[min(1, vectors - 1)], parts, C=width, BIAS=vectors > 1, BM=SUM.bm, BN=SUM.bn,
+            sum_kernel, triton.cdiv(vectors * width, t.bn), total.device, t,
+            sums, into[0], into[min(1, vectors - 1)], parts, C=width, BIAS=vectors > 1, BM=t.bm, BN=t.bn,
             third_f32=into[2] if vectors == 3 else None,
         )  # fmt: skip
     return dx, gradients[0], gradients[1], gradients[2]
 
 
+def _compile_case(kind: str, width: int, swish: bool, how: Spread, *, name: str, note: str = "") -> CompileCase:
+    """One pass, `name`, with what it may have besides: a residual, sums for its bias, or the forward pass's rows."""
+    layer = kind == "layer"
+    kernel = forward_kernel if name == "forward" else backward_kernel
+    extra = {"RESIDUAL": True} if name == "forward" else {"DTOTAL": True, "SUMS": layer, "ROWS": not layer}
+    constants: dict[str, object] = {
+        "HEADS": 1, "EPS": 1e-6, "LAYER": layer, "SWISH": swish, "WEIGHT": True, "BIAS": layer, **extra,
+        **how.constants(width, 2), "STAGES": how.stages, "FAST": True,
+    }  # fmt: skip
+    types, divisible = signature(kernel, "bf16", constants)
+    t = Tile(bm=how.rows, bn=width, warps=how.warps, stages=how.stages, registers=how.registers)
+    title = f"norms {kind}{' swish' if swish else ''} {name} bf16 c{width}{note}"
+    return CompileCase(title, kernel, types, constants, t, divisible)
+
+
 def compile_cases() -> list[CompileCase]:
-    """Both passes at a head's width, a usual width, one that is no power of two, and the widest; then the variants."""
+    """Both passes at a head's width, a usual width, one that is no power of two, and the widest; then programs of one
+    warp.
+    """
     from gem_kernels.norms import lean  # which imports this module
 
     cases = []
     for kind, width, swish in (
         ("rms", 128, False), ("rms", 512, False), ("layer", 384, True), ("layer", 512, False), ("layer", 8192, False),
     ):  # fmt: skip
-        layer = kind == "layer"
-        shared = {"HEADS": 1, "EPS": 1e-6, "LAYER": layer, "SWISH": swish, "WEIGHT": True, "BIAS": layer}
-        for name, kernel, extra in (
-            ("forward", forward_kernel, {"RESIDUAL": True}),
-            ("backward", backward_kernel, {"DTOTAL": True, "SUMS": layer, "ROWS": not layer}),
-        ):
-            how = spread(width, name == "backward", layer=layer)
-            constants: dict[str, object] = {
-                **shared,
-                **extra,
-                **how.constants(width, 2),
-                "STAGES": how.stages,
-                "FAST": True,
-            }
-            types, divisible = signature(kernel, "bf16", constants)
-            t = Tile(bm=how.rows, bn=width, warps=how.warps, stages=how.stages, registers=how.registers)
-            title = f"norms {kind}{' swish' if swish else ''} {name} bf16 c{width}"
-            cases.append(CompileCase(title, kernel, types, constants, t, divisible))
-    constants = {"C": 512, "BIAS": True, "BM": SUM.bm, "BN": SUM.bn}
-    types, divisible = signature(sum_kernel, "bf16", constants)
-    cases.append(CompileCase("norms sums c512", sum_kernel, types, constants, SUM, divisible))
+        for name in ("forward", "backward"):
+            how = spread(width, name == "backward", layer=kind == "layer")
+            cases.append(_compile_case(kind, width, swish, how, name=name))
+    for width, swish in ((512, False), (512, True), (384, False)):
+        how = alone(width, extra=1 + swish)
+        cases.append(_compile_case("layer", width, swish, how, name="backward", note=" 1-warp"))
+    for t, note in ((SUM, ""), (SUM_MANY, " many")):
+        constants = {"C": 512, "BIAS": True, "BM": t.bm, "BN": t.bn}
+        types, divisible = signature(sum_kernel, "bf16", constants)
+        cases.append(CompileCase(f"norms sums c512{note}", sum_kernel, types, constants, t, divisible))
     return [*cases, *lean.compile_cases()]
