@@ -37,22 +37,27 @@ PLAIN: dict[str, list[tuple[str, str, int | None]]] = {
         ("above the best, %", "tasks.click.excess_pct", 3), ("convert NE", "tasks.convert.ne", 5),
         ("above the best, %", "tasks.convert.excess_pct", 3),
     ],
+    "instruments": [
+        ("a step ... the instruments", "case", None), ("clock ms", "clock_ms", 2), ("processor ms", "processor_ms", 2),
+        ("inside ms", "inside_ms", 3),
+    ],
     "quality": [
         ("size", "case", None), ("dense parameters", "parameters.dense", 0), ("training FLOPs", "flops", -1),
         ("steps", "steps", 0), ("s", "seconds", 1), ("NE", "ne", 5), ("best possible", "optimal_ne", 5),
     ],
 }  # fmt: skip
 
+TOLD = (
+    "model", "workload", "batch", "accumulate", "graphs", "world", "recipe", "samples", "optimal", "line",
+    "inside_share", "clock_share",
+)  # fmt: skip
+
 
 def plain(name: str, result: dict[str, Any]) -> str:
     """What gem_parallel.bench or a tool here wrote: its rows as they are."""
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     columns = PLAIN[result["suite"]]
-    more = {
-        k: result[k]
-        for k in ("model", "workload", "batch", "graphs", "world", "recipe", "samples", "optimal", "line")
-        if k in result
-    }
+    more = {k: result[k] for k in TOLD if k in result}
     lines = [
         f"## {result['suite']}, {result['card']}, {result['date']}, {name.removesuffix('.json')}",
         "",
