@@ -82,7 +82,7 @@ def alone(width: int, size: int = 2, *, extra: int = 0, stages: int = 3) -> Spre
         span=span,
         warps=1,
         stages=stages,
-        programs=PARTS // 4 * resident,
+        programs=PARTS * resident // 4,
         registers=registers,
     )
 
