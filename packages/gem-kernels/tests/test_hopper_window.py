@@ -58,10 +58,6 @@ class TestKernels:
                 grads = window.backward(dout, dlse.float(), q, k, v, got, got_lse, cq, ck, dim**-0.5, *sides)
             runs.append((got, got_lse, *grads))
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-        with poisoned():
-            again, again_lse = window.forward(q, k, v, cq, ck, dim**-0.5, *sides, ahead=True)
-        assert relative_error(again, expected) < 5e-3
-        assert (again_lse.double() - lse).nan_to_num(0, 0, 0).abs().max() < 1e-4
         assert relative_error(got, expected) < 5e-3
         assert torch.equal(got_lse.isneginf(), lse.isneginf())
         assert (got_lse.double() - lse).nan_to_num(0, 0, 0).abs().max() < 1e-4
@@ -71,7 +67,7 @@ class TestKernels:
 
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16)])
 class TestPast:
-    """Self-attention over the past: scores a step ahead, all gradients in one pass."""
+    """Self-attention over the past: the forward of any window and that of this one, all gradients in one pass."""
 
     pytestmark = gpu
 
@@ -80,7 +76,7 @@ class TestPast:
             self.check(dim, dtype, left)
 
     def check(self, dim, dtype, left):
-        from gem_kernels.jagged_attention import window
+        from gem_kernels.jagged_attention import window, window_past
 
         generator = torch.Generator().manual_seed(left)
         drawn = torch.randint(0, 700, (60,), generator=generator).tolist()
@@ -91,13 +87,15 @@ class TestPast:
         dlse = torch.randn_like(lse)
         gradients = torch.autograd.grad((expected * dout.double()).sum() + (lse * dlse).sum(), leaves)
         where = offsets, offsets, dim**-0.5, left, 0
-        with poisoned():
-            got, got_lse = window.forward(q, k, v, *where, ahead=True)
-            runs = [window.backward(dout, dlse.float(), q, k, v, got, got_lse, *where) for _ in range(2)]
-        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
         bound = 1e-3 if dtype == torch.float16 else 5e-3
-        assert relative_error(got, expected) < bound
-        assert (got_lse.double() - lse).abs().max() < 1e-4
+        with poisoned():
+            plain = window.forward(q, k, v, *where)
+            own = window_past.forward(q, k, v, offsets, dim**-0.5, left, act="softmax")
+            runs = [window.backward(dout, dlse.float(), q, k, v, *own, *where) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        for got, got_lse in (plain, own):
+            assert relative_error(got, expected) < bound
+            assert (got_lse.double() - lse).abs().max() < 1e-4
         for a, b in zip(runs[0], gradients, strict=True):
             assert relative_error(a, b) < 2 * bound
 
@@ -171,11 +169,11 @@ def test_whose_past_it_is():
     from gem_kernels.jagged_attention import window
 
     offsets = torch.tensor([0, 3, 4])
-    assert window._of_the_past(offsets, offsets, 0)
-    assert window._of_the_past(offsets, offsets[:], 0)
-    assert not window._of_the_past(offsets, offsets.clone(), 0)
-    assert not window._of_the_past(offsets, offsets[:2], 0)
-    assert not window._of_the_past(offsets, offsets, 1)
+    assert window.of_the_past(offsets, offsets, 0)
+    assert window.of_the_past(offsets, offsets[:], 0)
+    assert not window.of_the_past(offsets, offsets.clone(), 0)
+    assert not window.of_the_past(offsets, offsets[:2], 0)
+    assert not window.of_the_past(offsets, offsets, 1)
 
 
 def test_which_problems():

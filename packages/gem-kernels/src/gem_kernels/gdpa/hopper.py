@@ -1,5 +1,5 @@
 """GDPA on Hopper: persistent, warp-specialised Gluon kernels (`gem_kernels.hopper`), the softmax's without the
-softmax.
+softmax; forward through a narrow window over the past, that of `jagged_attention.window_past`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from gem_kernels.dispatch import Problem
 from gem_kernels.gdpa import triton
 from gem_kernels.hopper import launch, launch_backward, support
 from gem_kernels.hopper.tiles import Tiles
+from gem_kernels.jagged_attention import window_past
 from gem_kernels.tiling import CompileCase
 
 __all__ = ["applies", "backward", "compile_cases", "forward"]
@@ -22,7 +23,8 @@ def applies(problem: Problem) -> tuple[bool, str]:
 
 def compile_cases() -> list[CompileCase]:
     """Every kernel configuration that may be picked, for the activations that differ in kind."""
-    return [case for act in ("silu", "gelu", "silu_poly4") for case in support.compile_cases(act)]
+    acts = ("silu", "gelu", "silu_poly4")
+    return [case for act in acts for case in support.compile_cases(act) + window_past.compile_cases(act)]
 
 
 def forward(
@@ -33,6 +35,9 @@ def forward(
     """O [Tq, H, D]; the arguments of `gem_kernels.gdpa`'s backends. `config` and `tiles`: see
     `jagged_attention.hopper.forward`.
     """
+    plain = config is None and residual is None
+    if plain and window_past.takes(q, k, q_offsets, k_offsets, left, right, activation):
+        return window_past.forward(q, k, v, k_offsets, scale, left, act=activation, out_scale=out_scale)[0]
     return launch.forward(
         q, k, v, q_offsets, k_offsets, max_q, max_k, scale,
         act=activation, out_scale=out_scale, left=left, right=right, config=config, tiles=tiles, residual=residual,

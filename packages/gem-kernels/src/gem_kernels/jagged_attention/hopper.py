@@ -3,7 +3,7 @@
 Rows past a sequence's end are the next sequence's: they are read, and weighted by 0, which does not keep an infinity or
 a NaN out.
 `launch_backward.choose_backward` says whether the Hopper backward or the portable one runs. Through a narrow window the
-kernels of `window` run in both passes, or the portable ones.
+kernels of `window` run in both passes (`window_past` forward over the past), or the portable ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from gem_kernels.dispatch import Problem
 from gem_kernels.hopper import launch, launch_backward, support
 from gem_kernels.hopper.tiles import Tiles
-from gem_kernels.jagged_attention import triton, window
+from gem_kernels.jagged_attention import triton, window, window_past
 from gem_kernels.tiling import CompileCase
 
 __all__ = ["applies", "backward", "compile_cases", "forward"]
@@ -27,7 +27,7 @@ def applies(problem: Problem) -> tuple[bool, str]:
 
 def compile_cases() -> list[CompileCase]:
     """Every kernel configuration that may be picked, and the kernels for narrow windows."""
-    return support.compile_cases("softmax") + window.compile_cases()
+    return support.compile_cases("softmax") + window.compile_cases() + window_past.compile_cases("softmax")
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
@@ -50,6 +50,8 @@ def forward(
     if config is None and bias is None and window.takes(q, k, q_offsets, left, right):
         assert q_offsets is not None
         q, scale, _ = _positive(q, scale)
+        if window_past.takes(q, k, q_offsets, k_offsets, left, right, "softmax"):
+            return window_past.forward(q, k, v, k_offsets, scale, left, act="softmax")
         return window.forward(q, k, v, q_offsets, k_offsets, scale, left, right)
     if config is None and triton.narrow(left, right):  # 192 rows and steps of 128 keys would do several times the work
         return triton.forward(q, k, v, q_offsets, k_offsets, bias, max_q, max_k, scale, left, right)

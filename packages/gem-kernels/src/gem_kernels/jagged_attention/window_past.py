@@ -1,12 +1,12 @@
-"""The forward through a window over the past, for softmax and activations, in which no tile waits for its beginning.
+"""The forward pass of self-attention through a narrow window over the past on Hopper, with softmax or an activation of
+GDPA, in which no tile waits for its beginning.
 
-`jagged_attention.window_forward` multiplies the next step's scores while this step's become weights, but a tile's first
-scores after everything else: its queries are asked for when the tile before is done, and so come a memory latency
-later. Here a warp of its own asks for queries, keys and values as soon as there is room, queries have two buffers, and
-with ACROSS the last step of a tile multiplies the first scores of the next one: what follows (weights, the last
-product, O on its way out) runs beside that. Two programs share an SM.
+A warp of its own asks for queries, keys and values as soon as there is room, queries have two buffers, and a step's
+scores are multiplied while the one before becomes weights. With ACROSS that goes on over the end of a tile: its last
+step multiplies the first scores of the next one, and what follows (weights, the last product, O on its way out) runs
+beside that, which is worth it where tiles have few steps. Two programs share an SM.
 
-Only for problems in which every query sees a key, so that every tile has a step: self-attention over the past.
+Every query sees a key, its own, so that every tile has a step.
 Shapes: Q, K, V, O as descriptors of [T, H * D] in tiles of 64 rows of a head; LSE [T, H] float32, for softmax.
 """
 
@@ -21,15 +21,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gem_kernels.block_attention import blocks
+from gem_kernels.gdpa.activations import POLYNOMIALS
 from gem_kernels.hopper.exchange import unpack
 from gem_kernels.hopper.launch import LOG2E, programs
 from gem_kernels.hopper.softmax import partial, weights
-from gem_kernels.jagged_attention.window import _addressable, _descriptor
+from gem_kernels.jagged_attention import window
 from gem_kernels.jagged_attention.window_tiles import LN2, ROWS, barriers, edge, limits_of, masked, put, steps_of
+from gem_kernels.tiling import CompileCase
+
+__all__ = ["compile_cases", "forward", "takes"]
 
 FIELDS = gl.constexpr(8)
 SLOTS = 2  # of the rings of keys and values
 REGISTERS = 128  # of a thread at the start: the loader leaves the consumer 232
+SOFTMAX_DIMS = (128,)  # at 64 columns nobody has timed it against `window_forward`, which softmax has besides
+ACROSS = 64  # keys before a query, up to which it pays (docs/notes/block-attention.md)
 
 
 @gluon.jit
@@ -196,7 +202,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["tiles", "left", "right"])
-def window_kernel(
+def past_kernel(
     q_desc, k_desc, v_desc, o_desc, o_ptr, o_row, lse_ptr, records_ptr, tiles, left, right, scale, out_scale,
     D: gl.constexpr, HEADS: gl.constexpr, SLOTS: gl.constexpr, ACT: gl.constexpr, ACROSS: gl.constexpr,
 ):  # fmt: skip
@@ -220,17 +226,25 @@ def window_kernel(
     )  # fmt: skip
 
 
-def constants(dim: int, heads: int, act: str, across: bool) -> dict[str, Any]:
-    """The compile-time arguments of `window_kernel`."""
-    return {"D": dim, "HEADS": heads, "SLOTS": SLOTS, "ACT": act, "ACROSS": across}
+def takes(
+    q: Tensor, k: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, left: int, right: int, act: str
+) -> bool:  # fmt: skip
+    """Whether a problem that Hopper kernels may run is one for this unasked: of those that `window.takes`, what is
+    self-attention over the past.
+    """
+    if not window.takes(q, k, q_offsets, left, right) or (act == "softmax" and q.shape[2] not in SOFTMAX_DIMS):
+        return False
+    assert q_offsets is not None
+    return q.shape == k.shape and window.of_the_past(q_offsets, k_offsets, right)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float, left: int,
-    *, act: str, out_scale: float = 1.0, across: bool = True,
+    *, act: str, out_scale: float = 1.0, across: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """O [T, H, D] and LSE [T, H] (empty unless `act` is "softmax") of self-attention in which a query sees `left` keys
-    before it and its own, D 64 or 128; the scale must be positive for softmax.
+    before it and its own, D 64 or 128; the scale must be positive for softmax. `across`: see ACROSS; None for what
+    `left` says.
     """
     assert q.shape == k.shape == v.shape
     assert q.shape[2] in (64, 128)
@@ -241,13 +255,29 @@ def forward(
     lse = torch.empty(total if softmax else 0, heads, dtype=torch.float32, device=q.device)
     if total == 0:
         return out, lse
-    q, k, v = (_addressable(x) for x in (q, k, v))
+    q, k, v = (window.addressable(x) for x in (q, k, v))
     with torch.cuda.device_of(q):
         records = blocks.records(offsets, offsets, total, ROWS.value)
         tiles = records.shape[0] * heads
-        window_kernel[(min(tiles, 2 * programs(q.device)),)](
-            *(_descriptor(x) for x in (q, k, v, out)), out, out.stride(0), lse, records, tiles, left, 0,
-            scale * LOG2E if softmax else scale, out_scale, **constants(dim, heads, act, across),
+        past_kernel[(min(tiles, 2 * programs(q.device)),)](
+            *(window.descriptor(x) for x in (q, k, v, out)), out, out.stride(0), lse, records, tiles, left, 0,
+            scale * LOG2E if softmax else scale, out_scale,
+            **_constants(dim, heads, act, left <= ACROSS if across is None else across),
             num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     return out, lse
+
+
+def _constants(dim: int, heads: int, act: str, across: bool) -> dict[str, Any]:
+    return {"D": dim, "HEADS": heads, "SLOTS": SLOTS, "ACT": act, "ACROSS": across}
+
+
+def compile_cases(act: str) -> list[CompileCase]:
+    """Both forms at both head dimensions, for one activation ("softmax" for jagged attention)."""
+    return [
+        window.kernel_case(
+            f"window over the past {act} d{dim}{' across' if across else ''}", past_kernel, dim,
+            _constants(dim, 4, act, across), REGISTERS, defined=True, no_special=act in POLYNOMIALS,
+        )
+        for dim in (64, 128) for across in (True, False)
+    ]  # fmt: skip
