@@ -155,11 +155,15 @@ def test_a_module_against_its_parts_and_against_bf16(pre_norm, between, monkeypa
     found = step(ours, *arguments)
     monkeypatch.setattr(LowPrecisionJaggedAttention, "writes_operands", lambda *_: False)
     parts = step(ours, *arguments)
-    for got, apart, right in zip(found, parts, exact, strict=True):
-        assert torch.isfinite(got).all()
-        assert relative(got, apart) < 0.03  # BF16 between the product and its quantisation, or not
-        assert relative(got, right) < 0.15
-        assert relative(got, right) < 1.1 * relative(apart, right) + 1e-3
+    names = ("y", "x", *(name for name, _ in ours.named_parameters()))
+    for name, got, apart, right in zip(names, found, parts, exact, strict=True):
+        assert torch.isfinite(got).all(), name
+        error = relative(apart, right)
+        assert relative(got, right) < min(0.15, 1.1 * error + 1e-3), name
+        # Apart, q, k and v are rounded to BF16 before E4M3. A step of BF16 is 1/16 of one of E4M3, so that one code in
+        # 64 goes the other way: sqrt(12 / 64) = 0.43 of the error of E4M3 itself. With the codes of O and of gradients
+        # that follow, specifications on a CPU come to 0.02 (biases) to 0.61 (y); independent errors would to 1.4.
+        assert relative(got, apart) < 0.8 * error + 1e-3, name
 
 
 @pytest.mark.parametrize("between", [{}, {"qk_norm": True, "rope_base": 1e4}])
