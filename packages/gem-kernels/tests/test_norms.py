@@ -101,7 +101,7 @@ def test_widths(device, kind, width):
     compare(operands((9, width), kind, True, True, device, torch.float32), kind, True, "triton", tolerance)
 
 
-@pytest.mark.parametrize("width", [5000, 8191, 8192])
+@pytest.mark.parametrize("width", [5000, 8192])
 def test_wide_rows(device, width):
     compare(operands((5, width), "layer", False, True, device, torch.float32), "layer", False, "triton", 4e-6)
 

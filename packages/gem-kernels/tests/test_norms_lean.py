@@ -56,7 +56,7 @@ def test_widths(width, affine, device):
 
 @pytest.mark.parametrize("rows", [0, 1, 31, 100])
 def test_rows_around_the_tiles(rows, device):
-    check(rows, 256, "layer", False, device)
+    check(rows, 16, "layer", False, device)
 
 
 @pytest.mark.parametrize(("kind", "swish"), KINDS)
