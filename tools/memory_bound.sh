@@ -11,8 +11,8 @@ commit=${GEM_COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
 kernels=packages/gem-kernels/tests lowprec=packages/gem-lowprec/tests
 
 timeout 40 "$python" -m pytest -v -n 8 -p no:cacheprovider \
-    "$kernels/test_norms.py" "$kernels/test_norm_linear.py" "$lowprec/test_lowprec_norms_shared.py" \
-    "$lowprec/test_lowprec_ahead.py" -k "one_warp or many or stays or card" > "$OUT/tests.txt" 2>&1
+    "$kernels/test_norms.py" "$kernels/test_norm_linear.py" "$lowprec/test_lowprec_norms_warps.py" \
+    "$lowprec/test_lowprec_sums.py" -k "one_warp or many or stays or card" > "$OUT/tests.txt" 2>&1
 grep FAILED "$OUT/tests.txt" | head -20
 tail -n 2 "$OUT/tests.txt"
 

@@ -30,7 +30,8 @@ BY_HAND = {
     (True, 512): (4, 4, 1), (True, 1024): (2, 4, 1), (True, 2048): (1, 4, 1),
     (False, 512): (2, 1, 1), (False, 1024): (2, 1, 1), (False, 2048): (1, 1, 1),
 }  # fmt: skip
-SHARED = False  # whether `norms_shared`, which no card has timed, takes the place of the kernel by hand where it can
+# Norms that `norms_warps` is faster at, likewise, and which of its ways it is: none, until a card has timed them.
+CHOSEN: dict[tuple[bool, int], str] = {}
 ELEMENTS, WARPS = 2048, 2  # of a program: rows stay inside a warp or two, and enough programs share an SM
 
 
@@ -111,7 +112,8 @@ def norm_quantize(
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(rstd)
     halves = x.element_size() == 2  # what the kernel by hand has been seen right with
-    if (bias is not None, cols) in BY_HAND and halves and hardware(x.device) and spec.scale == "pow2":
+    ours = (bias is not None, cols)
+    if (ours in BY_HAND or ours in CHOSEN) and halves and hardware(x.device) and spec.scale == "pow2":
         shift, centre = (gain, rstd) if bias is None else (bias, mean)
         _by_hand(
             x, (x, gain, shift, data, scale, centre, rstd, rows, x.stride(0), pitch, eps), bias is not None, spec.mode
@@ -139,11 +141,11 @@ def _hand_constants(layer: bool, cols: int, mode: ScaleMode) -> dict[str, Any]:
 
 def _by_hand(x: Tensor, arguments: tuple[Any, ...], layer: bool, mode: ScaleMode) -> None:
     """The same by a Gluon kernel."""
-    from gem_lowprec import norms_shared
+    from gem_lowprec import norms_warps
     from gem_lowprec.tiles import norm_kernel
 
-    if SHARED and (layer, x.shape[1]) in norms_shared.WAYS:
-        norms_shared.run(x, arguments, layer, mode)
+    if name := CHOSEN.get((layer, x.shape[1])):
+        norms_warps.run(x, arguments, layer, mode, norms_warps.WAYS[layer, x.shape[1]][name])
         return
     constants = _hand_constants(layer, x.shape[1], mode)
     warps = constants["WARPS"]
@@ -157,33 +159,36 @@ def compile_cases() -> list[CompileCase]:
     """What `compile_check` builds without a GPU."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from gem_lowprec import norms_shared
+    from gem_lowprec import norms_warps
     from gem_lowprec.tiles import norm_kernel
 
     cases = []
-    widths = ((512, True), (1024, False), (2048, True), (4096, True), (768, True))
-    for cols, layer, shared in (
-        *((c, layer, False) for c, layer in widths), *((c, layer, True) for layer, c in norms_shared.WAYS)
-    ):  # fmt: skip
-        by_hand = (layer, cols) in BY_HAND
-        kernel = norms_shared.norm_kernel if shared else norm_kernel if by_hand else _norm_rows
-        if shared:
-            constants = norms_shared.constants(layer, cols, FP8_1X128.mode)
-            tile = Tile(bm=1, bn=cols, warps=1, registers=norms_shared.WAYS[layer, cols][2])
-        elif by_hand:
-            constants = _hand_constants(layer, cols, FP8_1X128.mode)
-            tile = Tile(bm=1, bn=cols, warps=constants["WARPS"])
-        else:
-            constants, tile = _constants(cols, FP8_1X128, layer=layer, hardware=True)
+
+    def add(name: str, kernel: Any, constants: dict[str, Any], tile: Tile, *, by_hand: bool) -> None:
         types = {n: "constexpr" if n in constants else "i32" for n in kernel.arg_names}
         types |= dict.fromkeys(("gain_ptr", "bias_ptr", "scale_ptr", "mean_ptr", "rstd_ptr"), "*fp32")
         types |= {"x_ptr": "*bf16", "data_ptr": "*u8", "eps": "fp32"}
         cases.append(
             CompileCase(
-                name=f"norm to fp8 {'layer' if layer else 'rms'} {cols}{' shared' if shared else ''}", kernel=kernel,
-                signature=types, constants=constants, tile=tile, arch=(90,),
+                name=f"norm to fp8 {name}", kernel=kernel, signature=types, constants=constants, tile=tile, arch=(90,),
                 source=GluonASTSource if by_hand else None,
                 divisible=tuple(n for n in kernel.arg_names if n.endswith(("_ptr", "x_row", "cols", "data_row"))),
             )
         )  # fmt: skip
+
+    for cols, layer in ((512, True), (1024, False), (2048, True), (4096, True), (768, True)):
+        name = f"{'layer' if layer else 'rms'} {cols}"
+        if (layer, cols) in BY_HAND:
+            constants = _hand_constants(layer, cols, FP8_1X128.mode)
+            add(name, norm_kernel, constants, Tile(bm=1, bn=cols, warps=constants["WARPS"]), by_hand=True)
+        else:
+            constants, tile = _constants(cols, FP8_1X128, layer=layer, hardware=True)
+            add(name, _norm_rows, constants, tile, by_hand=False)
+    for (layer, cols), ways in norms_warps.WAYS.items():
+        for name, way in ways.items():
+            add(
+                f"{'layer' if layer else 'rms'} {cols} {name}", norms_warps.norm_kernel,
+                norms_warps.constants(layer, cols, FP8_1X128.mode, way),
+                Tile(bm=way.rows, bn=cols, warps=way.warps, registers=way.registers), by_hand=True,
+            )  # fmt: skip
     return cases

@@ -30,7 +30,6 @@ from gem_lowprec.quantize import FP8_1X128, FP8_128X128, QTensor, QuantSpec
 BLOCK = 128
 LINES = ("_ptr", "x_row", "row_row", "cols", "col_row")  # multiples of 16
 OWN_SUMS = False  # whether a kernel of one step adds up the tiles' column sums, and not torch; no card has timed it
-AHEAD = 0  # programs, as many as run at once (396): tiles are asked for by those so far before; no card has timed it
 REGISTERS = {4: 168, 8: 80}  # of a thread of the kernel by hand, by its warps: three programs on an SM
 
 
@@ -265,7 +264,6 @@ def _hand_constants(row: QuantSpec | None, col: QuantSpec | None, *, sums: bool,
     return {
         "ROW": _way(row), "COL": _way(col), "SUMS": sums, "NORM": norm, "THRESHOLD": threshold(E4M3, spec.mode),
         "EMAX": E4M3.emax, "WARPS": 8 if row and col else 4,  # docs/notes/lowprec.md, "Quantisers"
-        "AHEAD": 0,
     }  # fmt: skip
 
 
@@ -279,7 +277,6 @@ def _by_hand(
     if programs:
         with torch.cuda.device_of(x):
             constants = _hand_constants(row, col, sums=sums, norm=norm)
-            constants["AHEAD"] = -(-AHEAD // -(-x.shape[1] // BLOCK))
             warps = constants["WARPS"]
             both_kernel[(programs,)](*arguments, **constants, num_warps=warps, maxnreg=REGISTERS[warps])
 

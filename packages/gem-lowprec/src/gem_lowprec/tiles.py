@@ -60,27 +60,15 @@ def _load(
     return x
 
 
-@gluon.jit
-def _ask_for(x_ptr, first, left, rows, cols, x_row, WARPS: gl.constexpr):
-    """A tile of 16-bit numbers into the L2 cache: each of its 256 lines by one instruction."""
-    LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    line = gl.arange(0, 256, LINES)
-    r = gl.minimum(first + line // 2, rows - 1)
-    c = gl.minimum(left + line % 2 * 64, cols - 1)
-    at = (x_ptr + r.to(gl.int64) * x_row + c).to(gl.int64)
-    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit(do_not_specialize=["rows", "row_pitch", "col_pitch"])
 def both_kernel(
     x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
     rows, cols, x_row, row_row, row_pitch, col_row, col_pitch,
     THRESHOLD: gl.constexpr, EMAX: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, SUMS: gl.constexpr,
-    NORM: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr = 0,
+    NORM: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """One tile of 128 x 128 per program of WARPS warps, 4 or 8; scales are powers of two. ROW, COL: 1 for blocks of
-    1 x 128, 2 for the whole tile, whose scale is written once if it serves both. AHEAD: a program asks for the tile so
-    many tiles below its own, whose program begins about when it ends.
+    1 x 128, 2 for the whole tile, whose scale is written once if it serves both.
     """
     L: gl.constexpr = gl.BlockedLayout([16, 32 // WARPS], [8, 4], [1, WARPS], [1, 0])
     # The same owners, transposed, rows of x first in a thread's registers.
@@ -100,8 +88,6 @@ def both_kernel(
     tile_col = gl.program_id(0) - tile_row * across
     first = tile_row * 128
     left = tile_col * 128
-    if AHEAD:
-        _ask_for(x_ptr, first + AHEAD * 128, left, rows, cols, x_row, WARPS)
     if ROW:
         r = first + gl.arange(0, 128, gl.SliceLayout(1, R))
         c = left + gl.arange(0, 128, gl.SliceLayout(0, R))

@@ -18,7 +18,7 @@ from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gem_lowprec import norms, norms_shared, orientations
+from gem_lowprec import norms, norms_warps, orientations
 from gem_lowprec.bench.timing import Run
 from gem_lowprec.block_gemm import CONFIGS, block_matmul
 from gem_lowprec.convert import convert
@@ -31,7 +31,9 @@ from gem_lowprec.recipe import Recipe, Rule
 
 TOKENS = 65536
 SIZES = (1024, 2048, 4096)
-PROGRAMS = 396  # of the quantiser of both orientations, that an H200 has at once
+# Rows of a warp and warps on an SM of the norm that runs by default, to be timed with programs that run all at once.
+WAVE = {(True, 512): (4, 12), (True, 1024): (2, 9), (True, 2048): (1, 8)}
+FOUR = {4: 128, 8: 64}  # registers of a thread, by warps, that let an SM have four programs of the quantiser
 CHECKED = 512  # rows of a large product that are compared with float64
 
 
@@ -175,11 +177,12 @@ def quantiser(name: str, device: torch.device, rows: int, cols: int) -> Problem:
         "1x128 both, 128x128 transposed": {"col_spec": FP8_128X128}, "128x128 both": {"spec": FP8_128X128},
     }  # fmt: skip
     runs: dict[str, Run] = {v: partial(quantize_both, x, **o) for v, o in both.items()}
-    for variant in ("1x128 both", "1x128 both, sums"):
-        both[f"{variant}, ahead"] = both[variant]
-        runs[f"{variant}, ahead"] = _with(orientations, runs[variant], AHEAD=PROGRAMS)
-    both["1x128 both, sums, own, ahead"] = both["1x128 both, sums"]
-    runs["1x128 both, sums, own, ahead"] = _with(orientations, runs["1x128 both, sums"], AHEAD=PROGRAMS, OWN_SUMS=True)
+    for variant, base, options in (  # beside what runs by default: four programs on an SM, sums in one step
+        ("1x128 both, four", "1x128 both", {"REGISTERS": FOUR}),
+        ("1x128 both, sums, own", "1x128 both, sums", {"OWN_SUMS": True}),
+        ("1x128 both, sums, own, four", "1x128 both, sums", {"OWN_SUMS": True, "REGISTERS": FOUR}),
+    ):
+        both[variant], runs[variant] = both[base], _with(orientations, runs[base], **options)
     runs |= {v: partial(quantize, x, s) for v, s in specs.items()}
 
     def check(variant: str) -> float:
@@ -224,8 +227,12 @@ def norm(name: str, device: torch.device, rows: int, cols: int, *, layer: bool) 
         return norm_quantize(x, gain, bias, eps=1e-6)[0]
 
     runs: dict[str, Run] = {"norm to fp8": run}
-    if (layer, cols) in norms_shared.WAYS:
-        runs["gain in shared memory"] = _with(norms, run, SHARED=True)
+    for way in norms_warps.WAYS.get((layer, cols), ()):
+        runs[way] = _with(norms, run, CHOSEN={(layer, cols): way})
+    if (layer, cols) in WAVE and rows >= 1024:
+        height, resident = WAVE[layer, cols]
+        steps = -(-rows // (height * resident * norms_warps.SMS))
+        runs["one wave"] = _with(norms, run, BY_HAND={(layer, cols): (height, steps, 1)})
 
     def check(variant: str) -> float:
         part = x[:CHECKED].double()
