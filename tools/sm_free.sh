@@ -48,11 +48,17 @@ rows() { # seconds name of-a-row model... -- rows...; what hangs is passed over 
   done
 }
 
+if [ -z "${REHEARSE:-}" ]; then # what holds up a host while its card waits: on one card
+  timeout -k 3 75 "$python" -m gem_parallel.bench held 2>&1 | tee "$out/held.txt"
+  ended+=("held: status ${PIPESTATUS[0]}")
+fi
 windows 75 "make" make
 windows 75 "race, zeroed before" race --zeroed before
 windows 75 "race, zeroed late" race --zeroed late
 windows 75 "gathers, read, streams" gathers
 windows 75 "gathers, read, kernels" gathers --barriers kernels
+windows 75 "gathers, held, streams" gathers --held
+windows 75 "gathers, held, kernels" gathers --barriers kernels --held
 windows 75 "gathers, written, kernels" gathers --copies written --barriers kernels
 windows 75 "stack, read, streams" stack
 windows 75 "stack, written, kernels" stack --copies written --barriers kernels

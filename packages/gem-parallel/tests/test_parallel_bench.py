@@ -61,7 +61,7 @@ def test_collectives_and_the_profile_that_they_give(tmp_path):
 def windows(runtime):
     """Every step, on files in the place of cards."""
     small = ["--device", "cpu", "--mib", "1", "--width", "64", "--layers", "1", "--steps", "2"]
-    ways = [["make"], ["race"], ["gathers", "--copies", "written"], ["stack", "--reduce"]]
+    ways = [["make"], ["race"], ["gathers", "--copies", "written"], ["stack", "--reduce", "--held"]]
     return [main(["windows", "--step", *way, *small]) for way in ways]
 
 

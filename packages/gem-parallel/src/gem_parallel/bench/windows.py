@@ -9,6 +9,8 @@ Run under torchrun with a time limit around it; prints as it goes, so that the l
                compared with the backend's
     stack      a stack of blocks under FSDP2, step by step, compared with the backend's collectives
 
+With `--held` every rank's host waits for its card behind every barrier of the last two: more than what loads a kernel
+or takes memory makes it wait.
 On a CPU, files stand for the memory of the cards.
 """
 
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zeroed", default="before", choices=("before", "late"), help="windows in the race")
     parser.add_argument("--copies", default="read", choices=("read", "written"))
     parser.add_argument("--barriers", default="streams", choices=("streams", "kernels"))
+    parser.add_argument("--held", action="store_true", help="hosts wait for their cards behind every barrier")
     parser.add_argument("--reduce", action="store_true", help="reduce by copies, too, in the stack")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=2048)
@@ -163,6 +167,8 @@ def trained(args: argparse.Namespace, runtime: Runtime, say: Callable[[str], Non
     fully_shard(model, mesh=mesh)
     set_prefetch(model, units, 2)
     made = Collectives(config, runtime)
+    if args.held:
+        made._make = partial(Held, made._make)
     made.install(model.modules())
     say(made.why())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -187,11 +193,32 @@ STEPS: dict[str, Callable[..., bool]] = {"make": make, "race": race, "gathers": 
 
 def maker(args: argparse.Namespace, runtime: Runtime) -> Make:
     """Of windows as they are asked for, watched."""
+    made: Make
     if runtime.device.type == "cpu":
         from gem_parallel.testing import FileWindow
 
-        return FileWindow
-    return partial(CudaWindow, kernels=args.barriers == "kernels", watch=Watch(runtime.timeout_s))
+        made = FileWindow
+    else:
+        made = partial(CudaWindow, kernels=args.barriers == "kernels", watch=Watch(runtime.timeout_s))
+    return partial(Held, made) if args.held else made
+
+
+class Held:
+    """A window behind every barrier of which the host waits for all of its card: more than any call would make it."""
+
+    def __init__(self, make: Make, nbytes: int, group: Any, device: torch.device) -> None:
+        self._window, self._device = make(nbytes, group, device), device
+        self.local = self._window.local
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """See Window."""
+        return self._window.peer(rank)
+
+    def barrier(self) -> None:
+        """See Window."""
+        self._window.barrier()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def busy(runtime: Runtime, seconds: float) -> None:
