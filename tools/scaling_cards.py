@@ -52,7 +52,8 @@ from gem_parallel import (
     start,
 )
 from gem_parallel.bench.results import write
-from gem_parallel.planning.layout import place_tables, step_ops
+from gem_parallel.planning.layout import place_tables
+from gem_parallel.planning.step import step_ops
 from scaling_rows import Kept, Row, chosen, table
 from scaling_steps import Alone, Bench, Tell, alone, clear, forget, step, timed, trace
 
@@ -106,8 +107,7 @@ def predicted(
 ) -> dict[str, float] | None:
     """Step and memory by the planner; without graphs the times alone say nothing, but for ensembles, which have none.
 
-    The heaviest rank sets the pace: compute counts `work` times. All parts of a step but the last end before the
-    optimizer.
+    The heaviest rank sets the pace: compute counts `work` times.
     """
     config, world = row.config, bench.world
     if not row.graphs:
@@ -121,21 +121,16 @@ def predicted(
         table_shard=world // config.table_copies,
         table_copies=config.table_copies,
         sync_every=config.table_sync_every,
+        parts=row.parts or bench.args.parts[0],
     )
-    batch = bench.args.batch // (world if row.strong else 1)
+    batch = bench.args.batch // (world if row.strong else 1) * layout.parts
     if row.payload:
         spec = replace(spec, gather_bytes=1)
     found = predict(spec, topology, layout, batch, profile=profile)
-    update = optimizer_seconds(spec, topology, layout, batch, profile)
-    parts = row.parts or bench.args.parts[0]
-    one = found.step_s + (work - 1) * (found.compute_s - update)
-    return {"ms": (parts * (one - update) + update) * 1e3, "memory_gib": found.memory["peak"] / 2**30}
-
-
-def optimizer_seconds(spec: ModelSpec, topology: Topology, layout: Layout, batch: int, profile: Profile) -> float:
-    """Of a predicted step."""
     load = place_tables(spec, layout.table_shard)
-    return sum(op.seconds for op in step_ops(spec, layout, load, batch, topology, profile) if op.kind == "optimizer")
+    ops = step_ops(spec, layout, load, batch, topology, profile)
+    uneven = sum(op.seconds for op in ops if op.load == "samples")
+    return {"ms": (found.step_s + (work - 1) * uneven) * 1e3, "memory_gib": found.memory["peak"] / 2**30}
 
 
 def run_row(bench: Bench, row: Row, runtime: Runtime, tell: Tell) -> dict[str, Any]:

@@ -16,9 +16,10 @@ import pytest
 from gem_parallel import LayerSpec, ModelSpec, NothingFitsError, Profile, TableSpec, Tier, Topology, plan, predict
 from gem_parallel.planning.__main__ import main
 from gem_parallel.planning.cost import Group, Links
-from gem_parallel.planning.layout import Layout, memory, place_tables, step_ops
+from gem_parallel.planning.layout import Layout, memory, place_tables
 from gem_parallel.planning.planner import _evaluate, _layouts
 from gem_parallel.planning.simulator import Disturbance, scaling_curve, simulate
+from gem_parallel.planning.step import step_ops
 from gem_parallel.planning.timeline import COMPUTE, Op, run
 
 EXAMPLES = files("gem_parallel") / "examples"

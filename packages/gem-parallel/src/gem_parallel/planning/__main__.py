@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", type=Path, help="TOML of a ModelSpec")
     parser.add_argument("topology", type=Path, help="TOML of a Topology")
-    parser.add_argument("--batch", type=int, required=True, help="samples per device")
+    parser.add_argument("--batch", type=int, required=True, help="samples per device and step")
+    parser.add_argument("--parts", type=int, help="that a device makes of them; as few as leave room by default")
     parser.add_argument("--world", type=int, help="devices; all of the topology by default")
     parser.add_argument("--profile", type=Path, nargs="+", default=[], help="TOML or JSON files of a measured Profile")
     parser.add_argument(
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ModelSpec.from_toml(args.model),
             Topology.from_toml(args.topology),
             args.batch,
+            parts=args.parts,
             world=args.world,
             profile=Profile.read(*args.profile) if args.profile else None,
             strategies=args.strategies,
@@ -54,7 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         disturbance = Disturbance(balanced=args.balanced)
         print(f"\n{simulate(result, disturbance)}")
         if args.curve:
-            options = {"profile": result.profile, "strategies": args.strategies, "disturbance": disturbance}
+            options = {
+                "parts": args.parts,
+                "profile": result.profile,
+                "strategies": args.strategies,
+                "disturbance": disturbance,
+            }
             rows = scaling_curve(result.model, result.topology, args.batch, args.curve, **options)
             print(f"\n{curve_table(rows)}")
     return 0

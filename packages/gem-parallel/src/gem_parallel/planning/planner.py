@@ -1,20 +1,24 @@
 """`plan`: which layout a model should have on a machine, before there is a machine. Pure arithmetic.
 
-Every layout of the five axes whose sizes divide the tiers is a candidate. Those whose memory does not fit are dropped;
-the step of the others is run on the clock of `timeline`, and the fastest wins.
+Every layout of the five axes whose sizes divide the tiers is a candidate, in as few parts a step as leave room. Those
+whose memory does not fit in any number of parts are dropped; the step of the others is run on the clock of `timeline`,
+and the fastest wins.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gem_parallel.planning.cost import Links
-from gem_parallel.planning.layout import STRATEGIES, Layout, TableLoad, memory, place_tables, step_ops
+from gem_parallel.planning.layout import STRATEGIES, Layout, TableLoad, memory, place_tables
 from gem_parallel.planning.profile import Profile
+from gem_parallel.planning.reasons import about_axes, about_parts
 from gem_parallel.planning.spec import ModelSpec
-from gem_parallel.planning.timeline import COMPUTE, Op, run
+from gem_parallel.planning.step import step_ops
+from gem_parallel.planning.timeline import COMPUTE, Op, over_parts, run
 from gem_parallel.planning.topology import Topology
 
 _GIB = 1 << 30
@@ -33,7 +37,7 @@ class Candidate:
     """One layout and what it costs.
 
     Attributes:
-        layout: sizes and placement of the axes.
+        layout: sizes and placement of the axes, and parts of a step.
         memory: bytes of one device by purpose, and their "peak".
         step_s: predicted seconds of a step with overlap; infinite when memory does not fit.
         compute_s: seconds of it in which the device computes.
@@ -59,10 +63,10 @@ class Plan:
     """The chosen layout with its reasons.
 
     Attributes:
-        model, topology, profile, world, batch: what was planned for; batch is samples per device.
+        model, topology, profile, world, batch: what was planned for; batch is samples per device and step.
         best, runner_up: the fastest layout, and the fastest that differs in more than the sync interval.
-        reasons: one sentence per axis.
-        considered, fitting: how many layouts were looked at, and had room.
+        reasons: one sentence per axis, and why so many parts.
+        considered, fitting: how many layouts were looked at, and had room in some number of parts.
         budget: bytes of a device that may be used.
     """
 
@@ -91,7 +95,8 @@ class Plan:
     def __str__(self) -> str:
         best = self.best
         lines = [
-            f"{self.model.name} on {self.world} x {self.topology.device}, {self.batch} samples per device",
+            f"{self.model.name} on {self.world} x {self.topology.device}, {self.batch} samples per device"
+            + (f" in {self.layout.parts} parts of {self.layout.part(self.batch)}" if self.layout.parts > 1 else ""),
             f"  {self.model.dense_params / 1e9:.2f} G dense, {self.model.expert_params / 1e9:.2f} G expert and "
             f"{self.model.table_params / 1e9:.2f} G table parameters; {self.fitting} of {self.considered} layouts fit",
             "",
@@ -120,6 +125,7 @@ def plan(
     topology: Topology,
     batch: int,
     *,
+    parts: int | None = None,
     world: int | None = None,
     profile: Profile | None = None,
     strategies: Sequence[str] = STRATEGIES,
@@ -131,6 +137,9 @@ def plan(
         model: its plain description.
         topology: the machine; its device memory is the limit.
         batch: samples per device and step.
+        parts: that a device makes of them, one after another, so that activations of one are there at a time. By
+            default every layout has the fewest that leave room (a power of two); gradients are reduced in each of them
+            only where sums of whole ones leave no room.
         world: devices to use, by default as many as the outermost tier holds.
         profile: measured rates, by default `Profile()`.
         strategies: of "v1", "v2", "v3", which table strategies may be chosen. V2 computes something else than one
@@ -139,7 +148,7 @@ def plan(
 
     Raises:
         NothingFitsError: no layout fits into the memory (a ValueError that says by how much the closest one misses).
-        ValueError: a world that the topology does not hold, or an unknown strategy.
+        ValueError: a world that the topology does not hold, more parts than samples, or an unknown strategy.
     """
     profile = profile or Profile()
     world = topology.tiers[-1].size if world is None else world
@@ -147,36 +156,48 @@ def plan(
         raise ValueError(f"world must be in 1..{topology.tiers[-1].size} (the outermost tier), got {world}")
     if batch < 1:
         raise ValueError(f"batch must be >= 1, got {batch}")
+    if parts is not None and not 1 <= parts <= batch:
+        raise ValueError(f"parts must be in 1..{batch} (the samples of a device), got {parts}")
     unknown = set(strategies) - set(STRATEGIES)
     if unknown or not strategies:
         raise ValueError(f"strategies must be some of {', '.join(STRATEGIES)}, got {list(strategies)}")
     budget = (topology.device_memory or topology.host_memory) * profile.usable
     loads: dict[int, TableLoad] = {}
     links = Links(topology, profile)
+
+    def need(layout: Layout) -> float:
+        return memory(model, layout, loads[layout.table_shard], batch, profile)["peak"]
+
+    counts = [parts] if parts else [min(1 << n, batch) for n in range((batch - 1).bit_length() + 1)]
     fitting: list[Layout] = []
-    considered = 0
+    roomy = considered = 0
     closest: tuple[float, Layout] | None = None
     for layout in _layouts(model, topology, world, strategies, sync_every):
         considered += 1
         if layout.table_shard not in loads:
             loads[layout.table_shard] = place_tables(model, layout.table_shard)
-        need = memory(model, layout, loads[layout.table_shard], batch, profile)["peak"]
-        if need <= budget:
-            fitting.append(layout)
-        if closest is None or need < closest[0]:
-            closest = (need, layout)
-    assert closest is not None
+
+        found = _with_room(layout, counts, need, budget)
+        fitting += found
+        roomy += bool(found)
+        if not fitting:
+            least = replace(layout, parts=counts[-1], reduce_every_part=counts[-1] > 1)
+            bytes_needed = need(least)
+            if closest is None or bytes_needed < closest[0]:
+                closest = (bytes_needed, least)
 
     def evaluate(layout: Layout) -> Candidate:
         return _evaluate(model, layout, loads[layout.table_shard], batch, topology, profile, links)
 
     if not fitting:
+        assert closest is not None
         candidate = replace(evaluate(closest[1]), step_s=math.inf)
         largest = max((k for k in candidate.memory if k != "peak"), key=candidate.memory.__getitem__)
         raise NothingFitsError(
             f"no layout of {model.name} fits on {world} x {topology.device}: the closest ({candidate.layout}) needs "
             f"{closest[0] / _GIB:.1f} GiB, {budget / _GIB:.1f} are usable; most goes to {largest} "
-            f"({candidate.memory[largest] / _GIB:.1f} GiB)",
+            f"({candidate.memory[largest] / _GIB:.1f} GiB)"
+            + (f"; more parts than {parts} leave more room for activations" if parts and parts < batch else ""),
             candidate,
         )
     candidates = _search(fitting, evaluate)
@@ -190,9 +211,12 @@ def plan(
         batch=batch,
         best=best,
         runner_up=runner_up,
-        reasons=_reasons(best, candidates, topology, loads[best.layout.table_shard]),
+        reasons=(
+            about_parts(best, batch, parts, need, budget),
+            *about_axes(candidates, topology, loads[best.layout.table_shard]),
+        ),
         considered=considered,
-        fitting=len(fitting),
+        fitting=roomy,
         budget=budget,
     )
 
@@ -205,7 +229,7 @@ def predict(
     Args:
         model: its plain description.
         topology: the machine.
-        layout: sizes and placement of the axes.
+        layout: sizes and placement of the axes, and parts of a step.
         batch: samples per device and step.
         profile: measured rates, by default `Profile()`.
     """
@@ -214,11 +238,29 @@ def predict(
     return _evaluate(model, layout, load, batch, topology, profile, Links(topology, profile))
 
 
+def _with_room(layout: Layout, counts: list[int], need: Callable[[Layout], float], budget: float) -> list[Layout]:
+    """The layout in as few parts as leave room, and reduced in every part where that takes fewer; [] where none do."""
+
+    def made(parts: int, every: bool = False) -> Layout:
+        return replace(layout, parts=parts, reduce_every_part=every and parts > 1)
+
+    if need(made(counts[0])) <= budget:
+        return [made(counts[0])]
+    if need(made(counts[-1], True)) > budget:  # the more parts, the less
+        return []
+    each = counts[bisect_left(counts, True, key=lambda n: need(made(n, True)) <= budget)]
+    last = bisect_left(counts, True, key=lambda n: need(made(n)) <= budget)
+    if last == len(counts):
+        return [made(each, True)]
+    return [made(counts[last])] if each == counts[last] else [made(counts[last]), made(each, True)]
+
+
 def _search(fitting: list[Layout], evaluate: Callable[[Layout], Candidate]) -> list[Candidate]:
     """Evaluated layouts, fastest first: all of them when they are few, else one side of the layout at a time.
 
-    Dense axes and table axes compete for the same clock but hardly change one another's order. The dense axes are
-    ranked beside one choice of table axes, the table axes beside the best dense ones, then the dense ones again.
+    Dense axes and table axes compete for the same clock but hardly change one another's order, unless one leaves the
+    other too little room for a part. The dense axes are ranked beside one choice of table axes, the table axes beside
+    the best dense ones, and so on until nothing changes; once for each table strategy, which decides about the room.
     """
     done: dict[Layout, Candidate] = {}
 
@@ -229,22 +271,17 @@ def _search(fitting: list[Layout], evaluate: Callable[[Layout], Candidate]) -> l
 
     if len(fitting) <= 64:
         return sorted((done[x] for x in sorted(fitting, key=timed)), key=lambda c: c.step_s)
-    by_tables: dict[tuple[object, ...], list[Layout]] = {}
     by_dense: dict[tuple[int, int], list[Layout]] = {}
+    by_tables: dict[tuple[str, int, bool], list[Layout]] = {}
     for layout in fitting:
-        by_tables.setdefault(_tables(layout), []).append(layout)
-        by_dense.setdefault((layout.fsdp, layout.ep), []).append(layout)
-    group = max(by_tables.values(), key=len)
-    for _ in range(2):
-        best = min(group, key=timed)
-        best = min(by_dense[(best.fsdp, best.ep)], key=timed)
-        group = by_tables[_tables(best)]
-    min(group, key=timed)
+        by_dense.setdefault(layout.dense_axes, []).append(layout)
+        by_tables.setdefault(layout.table_axes, []).append(layout)
+    for strategy in sorted({axes[0] for axes in by_tables}):
+        group = max((v for axes, v in by_tables.items() if axes[0] == strategy), key=len)
+        least = math.inf
+        while timed(best := min(by_dense[min(group, key=timed).dense_axes], key=timed)) < least:
+            least, group = timed(best), by_tables[best.table_axes]
     return sorted(done.values(), key=lambda c: c.step_s)
-
-
-def _tables(layout: Layout) -> tuple[object, ...]:
-    return layout.strategy, layout.table_shard, layout.copies_inside
 
 
 def _layouts(
@@ -299,73 +336,29 @@ def _evaluate(
     profile: Profile,
     links: Links,
 ) -> Candidate:
-    ops = step_ops(model, layout, load, batch, topology, profile, links)
-    clock = run(ops)
-    hidden = hidden_seconds(ops, clock.waits)
-    waits = {**{k: v for k, v in clock.waits.items() if v > 0}, "slower beside comms": hidden * profile.slowdown}
-    sent = [0.0] * len(topology.tiers)
-    for op in ops:
-        for tier, moved in enumerate(op.sent):
-            sent[tier] += moved
+    def tally(parts: int) -> dict[tuple[str, str], float]:
+        ops = step_ops(model, layout, load, batch, topology, profile, links, parts=parts)
+        clock = run(ops)
+        found = {("step", ""): clock.end, ("compute", ""): clock.compute}
+        found["hidden", ""] = hidden_seconds(ops, clock.waits)
+        found |= {("wait", kind): seconds for kind, seconds in clock.waits.items()}
+        for i, tier in enumerate(topology.tiers):
+            found["sent", tier.name] = sum(op.sent[i] for op in ops if op.sent)
+        return found
+
+    found = over_parts(tally, layout.parts)
+    waits = {kind: seconds for (what, kind), seconds in found.items() if what == "wait" and seconds > 0}
+    waits["slower beside comms"] = found["hidden", ""] * profile.slowdown
     return Candidate(
         layout=layout,
         memory=memory(model, layout, load, batch, profile),
-        step_s=clock.end + waits["slower beside comms"],
-        compute_s=clock.compute,
+        step_s=found["step", ""] + waits["slower beside comms"],
+        compute_s=found["compute", ""],
         waits_s=waits,
-        sent={tier.name: moved for tier, moved in zip(topology.tiers, sent, strict=True)},
+        sent={tier.name: found["sent", tier.name] for tier in topology.tiers},
     )
 
 
 def hidden_seconds(ops: Sequence[Op], waits: dict[str, float]) -> float:
     """Seconds of communication that ran beside compute."""
     return max(0.0, sum(op.seconds for op in ops if op.stream != COMPUTE) - sum(waits.values()))
-
-
-def _reasons(best: Candidate, candidates: list[Candidate], topology: Topology, load: TableLoad) -> tuple[str, ...]:
-    layout, groups = best.layout, best.layout.groups
-    reasons = []
-
-    def against(what: str, others: list[Candidate]) -> str:
-        if not others:
-            return f"{what}: no other size was compared (the others do not fit, or there is none)"
-        other = others[0]
-        slower = other.step_s / best.step_s - 1
-        return f"{what}: next best is {other.layout}, {other.step_s * 1e3:.1f} ms ({slower:+.1%})"
-
-    def same(c: Candidate, *, dense: bool) -> bool:
-        mine, theirs = c.layout, layout
-        return (mine.fsdp, mine.ep) == (theirs.fsdp, theirs.ep) if dense else _tables(mine) == _tables(theirs)
-
-    where = groups["fsdp"].reach(topology)
-    reasons.append(
-        against(
-            f"fsdp {layout.fsdp} ({where}), replicate {layout.replicate} ({groups['replicate'].reach(topology)})",
-            [c for c in candidates if c.layout.fsdp != layout.fsdp and same(c, dense=False)],
-        )
-    )
-    reasons.append(
-        against(
-            f"ep {layout.ep} ({groups['ep'].reach(topology)})",
-            [c for c in candidates if c.layout.ep != layout.ep and c.layout.fsdp == layout.fsdp],
-        )
-    )
-    reasons.append(
-        against(
-            f"tables {layout.strategy}, shard {layout.table_shard} ({groups['table_shard'].reach(topology)}), copies "
-            f"{layout.table_copies} ({groups['table_copies'].reach(topology)})",
-            [c for c in candidates if same(c, dense=True) and not same(c, dense=False)],
-        )
-    )
-    reasons.append(
-        f"the busiest of {layout.table_shard} ranks looks up {load.imbalance:.2f} x the mean; "
-        f"{load.splits} tables are cut, a pooled vector travels from {load.row_split:.2f} row blocks on average"
-    )
-    if len(candidates) > 1:
-        other = candidates[1]
-        waits = max(other.waits_s, key=other.waits_s.__getitem__) if other.waits_s else "nothing"
-        reasons.append(
-            f"runner-up: {other.layout}, {other.step_s * 1e3:.1f} ms; it waits longest for {waits} "
-            f"({other.waits_s.get(waits, 0.0) * 1e3:.1f} ms)"
-        )
-    return tuple(reasons)

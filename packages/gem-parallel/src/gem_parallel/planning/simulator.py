@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from gem_parallel.planning.cost import Group
-from gem_parallel.planning.layout import place_tables, step_ops
+from gem_parallel.planning.layout import place_tables
 from gem_parallel.planning.planner import Plan, hidden_seconds, plan
 from gem_parallel.planning.profile import Profile
 from gem_parallel.planning.spec import ModelSpec
-from gem_parallel.planning.timeline import COMPUTE, Op, run
+from gem_parallel.planning.step import step_ops
+from gem_parallel.planning.timeline import COMPUTE, Op, over_parts, run
 from gem_parallel.planning.topology import Topology
+
+SHOWN = 8  # parts of a step that are replayed; further ones count like the middle ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class Simulation:
         ideal_s: seconds of dense compute of a balanced rank.
         lost_s: seconds by cause, in the order in which the causes were added; ideal_s and these add up to step_s.
         exposed_s: seconds that the mean rank waited, by kind of operation.
-        imbalance: work of the heaviest rank over the mean.
+        imbalance: work of each part's heaviest rank over the mean: ranks meet in every part.
     """
 
     world: int
@@ -114,37 +117,47 @@ def simulate(chosen: Plan, disturbance: Disturbance | None = None) -> Simulation
     disturbance = disturbance or Disturbance()
     layout, world = chosen.layout, chosen.world
     load = place_tables(chosen.model, layout.table_shard)
-    ops = step_ops(chosen.model, layout, load, chosen.batch, chosen.topology, chosen.profile)
-    work, speed = disturbance.samples(world, chosen.batch), disturbance.speeds(world)
-    ideal = sum(op.seconds for op in ops if op.stream == COMPUTE and op.kind == "dense")
-    compute = sum(op.seconds for op in ops if op.stream == COMPUTE)
-    equal = run(ops)
-    slower = hidden_seconds(ops, equal.waits) * chosen.profile.slowdown
-    ends = [ideal, compute, equal.end + slower]
-    for factors in ((work, np.ones(world)), (work, speed)):
-        clock = _run_ranks(ops, *factors)
-        ends.append(float(clock.end.max()) + slower)
+    shown = min(SHOWN, layout.parts)
+    # [shown, ranks]: every part has samples of its own
+    work = disturbance.samples(world * shown, layout.part(chosen.batch)).reshape(shown, world)
+    alike, speed = np.ones(world), disturbance.speeds(world)
+
+    def tally(parts: int) -> dict[str, float]:
+        """What `parts` parts of the step come to."""
+        ops = step_ops(chosen.model, layout, load, chosen.batch, chosen.topology, chosen.profile, parts=parts)
+        equal, uneven, slow = run(ops), _run_ranks(ops, work, alike), _run_ranks(ops, work, speed)
+        slower = hidden_seconds(ops, equal.waits) * chosen.profile.slowdown
+        return {
+            "ideal": sum(op.seconds for op in ops if op.stream == COMPUTE and op.kind == "dense"),
+            "compute": equal.compute,
+            "equal": equal.end + slower,
+            "uneven": float(uneven.end.max()) + slower,
+            "slow": float(slow.end.max()) + slower,
+            **{f"waits for {kind}": float(np.mean(value)) for kind, value in slow.waits.items()},
+        }
+
+    found = over_parts(tally, layout.parts, SHOWN)
+    ends = [found[name] for name in ("ideal", "compute", "equal", "uneven", "slow")]
     names = ("tables and optimizer", "exposed communication", "imbalance", "slow ranks")
-    lost = {name: after - before for name, before, after in zip(names, ends, ends[1:], strict=False)}
-    exposed = {kind: float(np.mean(value)) for kind, value in clock.waits.items()}
     return Simulation(
         world=world,
-        step_s=ends[-1],
-        ideal_s=ideal,
-        lost_s=lost,
-        exposed_s=exposed,
-        imbalance=float(work.max() / work.mean()),
+        step_s=found["slow"],
+        ideal_s=found["ideal"],
+        lost_s={name: after - before for name, before, after in zip(names, ends, ends[1:], strict=False)},
+        exposed_s={k.removeprefix("waits for "): v for k, v in found.items() if k.startswith("waits for ")},
+        imbalance=float(work.max(1).mean() / work.mean()),
     )
 
 
 def _run_ranks(ops: Sequence[Op], work: np.ndarray, speed: np.ndarray) -> Any:
-    world = len(work)
+    """`work` is [parts, ranks], `speed` [ranks]."""
+    world = len(speed)
     both = work * speed
 
     def scale(op: Op) -> Any:
         if op.stream != COMPUTE:
             return op.seconds
-        return op.seconds * (both if op.load == "samples" else speed)
+        return op.seconds * (both[op.part] if op.load == "samples" else speed)
 
     def meet(group: Group, start: Any) -> Any:
         """The last member's arrival: ranks are [outer, size, stride], the middle dim is the group."""
@@ -163,15 +176,16 @@ def scaling_curve(
     batch: int,
     worlds: Sequence[int],
     *,
+    parts: int | None = None,
     profile: Profile | None = None,
     strategies: Sequence[str] = ("v1", "v3"),
     disturbance: Disturbance | None = None,
 ) -> list[tuple[int, Simulation | str]]:
-    """Weak scaling: plan and simulate every world; a world in which nothing fits has the reason instead."""
+    """Weak scaling: plan (with `parts`) and simulate every world; one in which nothing fits has the reason instead."""
     rows: list[tuple[int, Simulation | str]] = []
     for world in worlds:
         try:
-            chosen = plan(model, topology, batch, world=world, profile=profile, strategies=strategies)
+            chosen = plan(model, topology, batch, parts=parts, world=world, profile=profile, strategies=strategies)
         except ValueError as error:
             rows.append((world, str(error)))
             continue

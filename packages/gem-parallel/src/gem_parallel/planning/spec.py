@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,27 +111,27 @@ class ModelSpec:
     def __post_init__(self) -> None:
         require(bool(self.layers), f"model {self.name!r} has no layers")
 
-    @property
+    @cached_property
     def units(self) -> tuple[LayerSpec, ...]:
         """The layers, each as often as it occurs."""
         return tuple(layer for layer in self.layers for _ in range(layer.count))
 
-    @property
+    @cached_property
     def dense_params(self) -> int:
         """Dense parameters without experts."""
         return sum(layer.params * layer.count for layer in self.layers)
 
-    @property
+    @cached_property
     def expert_params(self) -> int:
         """Parameters of all experts."""
         return sum(layer.experts * layer.expert_params * layer.count for layer in self.layers)
 
-    @property
+    @cached_property
     def table_params(self) -> int:
         """Elements of all tables."""
         return sum(table.rows * table.dim * table.count for table in self.tables)
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Useful forward FLOPs of one sample."""
         return sum((layer.flops + layer.experts * layer.expert_flops) * layer.count for layer in self.layers)

@@ -21,7 +21,8 @@ class Op:
         seconds: of a rank with the mean load.
         after: indices of operations that must have ended.
         group: of a collective: nobody ends before the last member has begun.
-        load: which per-rank factor scales it in a simulation ("samples", "tables" or "").
+        load: which per-rank factor scales it in a simulation ("samples" or "").
+        part: of the step, from 0.
         sent: bytes on every tier.
     """
 
@@ -31,6 +32,7 @@ class Op:
     after: tuple[int, ...] = ()
     group: Group | None = None
     load: str = ""
+    part: int = 0
     sent: tuple[float, ...] = ()
 
 
@@ -85,3 +87,15 @@ def run(
             waits[op.kind] = waits.get(op.kind, 0.0) + (later - end)
             end = later
     return Clock(end=end, compute=busy, waits=waits)
+
+
+def over_parts(tally: Callable[[int], dict[Any, float]], parts: int, shown: int = 3) -> dict[Any, float]:
+    """What `tally` counts of a step of so many parts: itself of at most `shown`, all further ones like the middle ones.
+
+    Between the first part and the last all are alike, so that every count grows by the same with each.
+    """
+    if parts <= shown:
+        return tally(parts)
+    few, many = tally(2), tally(shown)
+    more = (parts - shown) / (shown - 2)
+    return {key: many.get(key, 0.0) + more * (many.get(key, 0.0) - few.get(key, 0.0)) for key in {**few, **many}}
