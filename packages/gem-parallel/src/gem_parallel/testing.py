@@ -373,7 +373,7 @@ class FileWindow:
         names = [f"{FileWindow.folder}/{'-'.join(map(str, ranks))}-{FileWindow.made}-{rank}" for rank in ranks]
         own = names[ranks.index(dist.get_rank())]
         self.local = torch.from_file(own, shared=True, size=nbytes, dtype=torch.uint8)
-        self.group = group
+        self.group, self.place = group, torch.tensor([FileWindow.made, 0])
         dist.barrier(group)
         self._all = [torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8) for name in names]
 
@@ -382,8 +382,12 @@ class FileWindow:
         return self._all[rank]
 
     def barrier(self) -> None:
-        """See Window."""
-        dist.barrier(self.group)
+        """See Window; that all have come to the same barrier of the same window is checked."""
+        self.place[1] += 1
+        places = [torch.empty_like(self.place) for _ in self._all]
+        dist.all_gather(places, self.place, self.group)
+        if any(not torch.equal(place, self.place) for place in places):
+            raise AssertionError(f"ranks are at different windows and barriers: {[place.tolist() for place in places]}")
 
 
 def pretend_cards(folder: str | Path) -> None:
