@@ -58,16 +58,25 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return error if norm == 0.0 else error / norm
 
 
+NOWHERE = 1 << 28
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill what torch.empty and its kin hand out with NaN, so that an element which a kernel forgets to write shows."""
+    """Fill what torch.empty and its kin hand out with NaN, so that an element which a kernel forgets to write shows.
+    On a CPU integers get one that is no place in a test's tensors and far from an overflow, so that what the simulator
+    finds does not depend on what memory held.
+    """
     owners: list[tuple[Any, str]] = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
     kept = [(owner, name, getattr(owner, name)) for owner, name in owners]
 
     def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def wrapped(*args: Any, **kwargs: Any) -> Tensor:
             x = make(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
+            if x.is_floating_point():
+                return x.fill_(float("nan"))
+            numbers = x.dtype in (torch.int32, torch.int64) and x.device.type == "cpu"
+            return x.fill_(NOWHERE) if numbers else x
 
         return wrapped
 
