@@ -395,7 +395,7 @@ def test_inspect_tells_what_is_there(tmp_path):
     text = inspect(tmp_path / "log")
     for part in (
         "60 events of",
-        "parts and 1 generations",
+        "parts and 1 generation, ",
         "1970-01-01",
         "click",
         "tags",

@@ -114,10 +114,10 @@ def test_a_parquet_file_of_ones_own_is_prepared_and_trained_on(sources, tmp_path
     prepare = ["data", "prepare", "files", str(parquet), "--schema", str(schema), "--rename", "ts=time"]
     assert main([*prepare, "--out", str(log), "--memory", "512MB"]) == 0
     said = capsys.readouterr()
-    assert "1499 events" in said.out
-    assert "1 rows were rejected" in said.out
+    assert "1,499 events" in said.out
+    assert "1 row was rejected" in said.out
     assert f"gem-train run log --set data.path={log}" in said.out
-    assert "preparing: " in said.err
+    assert "preparing: sorting by user and time" in said.err
 
     out = tmp_path / "run"
     assert main(["run", "log", "--set", f"data.path={log}", *SET, "--out", str(out)]) == 0

@@ -188,8 +188,10 @@ def test_plan_prints_a_layout_and_how_to_run_it(recipe, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "tiny on 4 x Card, 8 samples per device" in text
     (line,) = [line for line in text.splitlines() if line.startswith("run it")]
-    assert line.split()[2:6] == ["gem-train", "run", "--config", recipe]
-    config = override(RunConfig(), [a for a in line.split()[6:] if a != "--set"])
+    launcher, more = line.split(" run --config ")
+    assert launcher.endswith("  torchrun --standalone --nproc_per_node 4 -m gem_train")
+    assert more.split()[0] == recipe
+    config = override(RunConfig(), [a for a in more.split()[1:] if a != "--set"])
     assert config.parallel.shard_group in (1, 2, 4)
     assert config.parallel.table_strategy != "v2"  # which computes something else than one process
     assert ModelSpec.from_toml(tmp_path / "model.toml").name == "tiny"
@@ -197,6 +199,17 @@ def test_plan_prints_a_layout_and_how_to_run_it(recipe, tmp_path, capsys):
     assert main([*arguments, "--gpus", "2", "--batch", "64", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["world"], found["batch"]) == (2, 64)
+
+
+def test_the_command_of_a_plan_starts_every_device_with_its_samples(recipe, tmp_path, capsys):
+    hosts = tmp_path / "hosts.toml"
+    more = '[[tiers]]\nname = "racks"\nsize = 8\nbandwidth_gbps = 50.0\nlatency_us = 8.0\n'
+    hosts.write_text(HOST.format(memory=80_000_000_000) + more)
+    assert main(["plan", "--config", recipe, "--topology", str(hosts), "--batch", "64"]) == 0
+    run = f"torchrun --nnodes 2 --nproc_per_node 4 -m gem_train run --config {recipe} --set data.batch_size=512 "
+    assert run in capsys.readouterr().out
+    assert main(["plan", "--config", recipe, "--topology", str(hosts), "--gpus", "1", "--batch", "32"]) == 0
+    assert f"run it     gem-train run --config {recipe} --set parallel." in capsys.readouterr().out
 
 
 def test_nothing_fits_is_exit_code_1(recipe, tmp_path, capsys):

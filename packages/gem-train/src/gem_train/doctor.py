@@ -18,6 +18,7 @@ from gem_train.run_dir import LIBRARIES, PACKAGES, version
 TRITON_OF_TORCH = {(2, 11): (3, 6), (2, 13): (3, 7), (2, 14): (3, 8)}
 FBGEMM_BEHIND_TORCH = 5
 LEAST_FREE = {"here": 2 << 30, "cache": 1 << 30, "shared_memory": 64 << 20}  # bytes
+PLACES = {"here": "this folder", "cache": "for the data's cache", "shared_memory": "shared memory"}
 LEAST_FILES = 256
 
 
@@ -97,7 +98,7 @@ def judge(found: dict[str, Any]) -> list[dict[str, Any]]:
     for name, least in LEAST_FREE.items():
         if name in found["free_bytes"]:
             free, where = found["free_bytes"][name], found["places"][name]
-            says = f"{free / 2**30:.1f} GiB free in {where}" + (
+            says = f"{free / 2**30:.1f} GiB free in {where} ({PLACES[name]})" + (
                 "" if free >= least else f", expected {least / 2**30:.2f} GiB or more"
             )
             verdicts.append(_verdict(f"disk ({name})", free >= least, says))
@@ -126,12 +127,24 @@ def render(findings: dict[str, Any], *, as_json: bool = False) -> str:
     lines += ["", "Verdicts"]
     lines += [f"  {'ok ' if v['good'] else 'BAD'} {v['says']}" for v in findings["verdicts"]]
     lines += ["", "Devices"] + [f"  {device}" for device in findings["devices"] or ["unknown: torch can't be imported"]]
-    lines += [f"  {line}" for line in findings["links"]]
-    lines += ["", "Kernels (which backend runs, and what was considered)"]
-    lines += [f"  {k['operator']:<18} {k['device']:<5} {k['backend']:<10} {k['why']}" for k in findings["kernels"]]
+    lines += ["", "Links (as gem-train plan takes them)"] + [f"  {line}" for line in findings["links"]]
+    lines += ["", "Kernels (which backend runs, and what was considered)", *_kernel_lines(findings["kernels"])]
     lines += ["", f"Recipes: {', '.join(findings['recipes']) or 'none; reinstall gem-train'}"]
     lines += ["", "All is well." if findings["healthy"] else "Something does not fit; see the lines marked BAD."]
     return "\n".join(lines)
+
+
+def _kernel_lines(kernels: list[dict[str, Any]]) -> list[str]:
+    """Operators that are answered alike together, with the reasons once."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for k in kernels:
+        reasons = (f"    {name}: {reason}" for name, reason in k["reasons"].items())
+        alike.setdefault((f"  on {k['device']}: {k['backend']}", *reasons), []).append(k["operator"])
+    return [
+        line
+        for (choice, *reasons), operators in alike.items()
+        for line in (f"{choice} for {', '.join(operators)}", *reasons)
+    ]
 
 
 def _imports() -> list[dict[str, Any]]:
@@ -162,7 +175,8 @@ def why_import_failed(error: BaseException) -> str:
 def _devices() -> list[str]:
     import torch
 
-    names = [f"cpu: {torch.get_num_threads()} threads"]
+    threads = torch.get_num_threads()
+    names = [f"cpu: torch computes with {threads} thread{'s' if threads != 1 else ''}"]
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         names.append(f"cuda:{i}: {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}")
@@ -175,13 +189,14 @@ def _links() -> list[str]:
 
     found = Topology.detect()
     tiers = [
-        f"link {t.name}: {t.size} device(s), {t.bandwidth_gbps:g} GB/s one way, {t.latency_us:g} us"
+        f"{t.name}: joins {t.size} device{'s' if t.size != 1 else ''}, {t.bandwidth_gbps:g} GB/s one way, "
+        f"{t.latency_us:g} us"
         for t in found.tiers
     ]
     return tiers + [f"  {note}" for note in found.notes]
 
 
-def _kernels() -> list[dict[str, str]]:
+def _kernels() -> list[dict[str, Any]]:
     """dispatch.why for each operator on each kind of device there is."""
     import warnings
 
@@ -196,8 +211,9 @@ def _kernels() -> list[dict[str, str]]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a fallback is in the reasons
                 choice = dispatch.why(operator, q)
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.reasons.items())
-            rows.append({"operator": operator, "device": kind, "backend": choice.backend, "why": reasons})
+            rows.append(
+                {"operator": operator, "device": kind, "backend": choice.backend, "reasons": dict(choice.reasons)}
+            )
     return rows
 
 

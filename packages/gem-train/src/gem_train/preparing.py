@@ -16,6 +16,13 @@ from gem_train.errors import UserError
 if TYPE_CHECKING:
     from gem_data import Events, Progress, Schema
 
+STAGES = {
+    "checked": "checking the rows",
+    "dealt": "dealing them out by user",
+    "sorted": "sorting by user and time",
+    "counters": "counters over the events before each",
+    "ordered": "the order of time",
+}
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -105,7 +112,7 @@ class Reporter:
             print_progress(progress)
         elif progress.stage != self.stage:
             self.stage = progress.stage
-            print(f"preparing: {progress.stage}", file=sys.stderr, flush=True)
+            print(f"preparing: {STAGES.get(progress.stage, progress.stage)}", file=sys.stderr, flush=True)
 
 
 def pairs(assignments: Sequence[str]) -> dict[str, str]:

@@ -220,9 +220,10 @@ def _opening(trainer: Trainer, data: Data) -> str:
     parts = trainer.parts
     described = describe(trainer)["parameters"]
     split = data.manifest()["split"]
+    train, validation, test = (f"{split[name]:,}" for name in ("train", "validation", "test"))
     return (
-        f"{data.source}: {split['train']} training, {split['validation']} validation, {split['test']} test samples; "
-        f"{described['dense']:,} dense and {described['tables']:,} table parameters; {trainer.total} steps of "
+        f"{data.source}: {train} training, {validation} validation, {test} test samples; "
+        f"{described['dense']:,} dense and {described['tables']:,} table parameters; {trainer.total:,} steps of "
         f"{parts.config.data.batch_size} on {parts.runtime.world} x {parts.runtime.device.type}, {parts.precision}; "
         f"run folder {parts.run.path}"
     )

@@ -40,7 +40,7 @@ def results_table(results: dict[str, Any]) -> Table:
     """The figures of eval.json for the terminal."""
     sure = [f"{task}: 95% interval of the NE {interval(i['ne'])}" for task, i in results.get("intervals", {}).items()]
     caption = "\n".join([*sure, above_the_best(results)]).rstrip()
-    title = f"{results['split']}: {results['samples']} samples of {results['source']}, weights: {results['weights']}"
+    title = f"{results['split']}: {results['samples']:,} samples of {results['source']}, weights: {results['weights']}"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("task")
     table.add_column("predictor")

@@ -37,16 +37,18 @@ class BuildSummary:
 
     def __str__(self) -> str:
         rates = ", ".join(f"{name} {rate:.4f}" for name, rate in self.label_rates.items())
-        lines = [f"{self.folder}: {self.rows} events of {self.users} users; label rates {rates}"]
+        lines = [f"{self.folder}: {self.rows:,} events of {self.users:,} users; label rates {rates}"]
         if self.out_of_order:
             lines.append(
-                f"{self.out_of_order} events came after a later one of the same user and were sorted into place"
+                f"{self.out_of_order:,} events came after a later one of the same user and were sorted into place"
             )
         if self.ignored_columns:
             lines.append(f"columns not in the schema were ignored: {', '.join(self.ignored_columns)}")
         if self.rejected:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in self.rejected.items())
-            lines.append(f"{sum(self.rejected.values())} rows were rejected ({reasons}), see {self.folder / REJECTS}:")
+            reasons = ", ".join(f"{n:,} {reason}" for reason, n in self.rejected.items())
+            count = sum(self.rejected.values())
+            rows = f"{count:,} rows were" if count != 1 else "1 row was"
+            lines.append(f"{rows} rejected ({reasons}), see {self.folder / REJECTS}:")
             lines += [f"  {sample}" for sample in self.samples]
         return "\n".join(lines)
 

@@ -76,8 +76,8 @@ def inspect(log: EventLog | str | Path) -> str:
     first, last = (datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M:%S") for t in s["time"])
     lines = [
         f"{s['folder']}: schema {log.schema.name!r}, fingerprint {s['fingerprint']}",
-        f"{s['rows']:,} events of {s['users']:,} users in {s['parts']} parts and {s['generations']} generations, "
-        f"{s['bytes'] / 2**20:,.1f} MiB",
+        f"{s['rows']:,} events of {s['users']:,} users in {_counted(s['parts'], 'part')} and "
+        f"{_counted(s['generations'], 'generation')}, {s['bytes'] / 2**20:,.1f} MiB",
         f"from {first} to {last} UTC",
         f"{s['sharing']:.2f} impressions a request",
         "",
@@ -118,6 +118,10 @@ def _histogram_lines(bins: list[dict[str, int]]) -> list[str]:
         f"{b['from']:>9,} to {b['to']:<9,}{'#' * -(-b['users'] * BAR // most):<{BAR}} {b['users']:,} users"
         for b in bins
     ]
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count:,} {thing}" + ("s" if count != 1 else "")
 
 
 def _short(value: Any) -> str:

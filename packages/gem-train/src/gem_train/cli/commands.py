@@ -64,9 +64,12 @@ def report(arguments: argparse.Namespace) -> int:
     if len(runs) == 1:
         if arguments.out:
             raise UserError("--out is for the page about several runs; a run's report lies in its folder")
-        print(write_report(runs[0], png=arguments.png))
+        page = write_report(runs[0], png=arguments.png)
+        figures = runs[0].path / "figures"
     else:
-        print(write_comparison(runs, Path(arguments.out or "comparison.html"), png=arguments.png))
+        page = write_comparison(runs, Path(arguments.out or "comparison.html"), png=arguments.png)
+        figures = page.with_suffix("")
+    print(f"{page}, {figures}{os.sep}" if arguments.png else page)
     return 0
 
 
@@ -118,7 +121,7 @@ def export(arguments: argparse.Namespace) -> int:
     )
     worst = f"{checked['largest_logit_difference']:.2g}"
     print(
-        f"on {checked['samples']} test samples the scorer's logits lie within {worst} of the trainer's "
+        f"on {checked['samples']:,} test samples the scorer's logits lie within {worst} of the trainer's "
         f"({checked['precision']})"
     )
     return 0

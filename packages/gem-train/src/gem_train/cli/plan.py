@@ -46,7 +46,8 @@ def plan(config: RunConfig, arguments: argparse.Namespace) -> int:
             print(f"gem-train: {error}", file=sys.stderr)
             return 1
     named = arguments.recipe or f"--config {arguments.config}"
-    run = " ".join(["gem-train run", named, *(f"--set {s}" for s in arguments.set)])
+    more = [*arguments.set, *([] if batch * world == config.data.batch_size else [f"data.batch_size={batch * world}"])]
+    run = " ".join([launcher(machine, world), "run", named, *(f"--set {s}" for s in more)])
     print(json.dumps(finite(dataclasses.asdict(found)), indent=2) if arguments.json else render(found, data.notes, run))
     return 0
 
@@ -77,6 +78,16 @@ def per_device(batch_size: int, world: int) -> int:
             "set another one, or say --batch (samples per device)"
         )
     return batch_size // world
+
+
+def launcher(machine: Topology, world: int) -> str:
+    """gem-train on one device, or on every device of hosts that hold as many as the innermost tier."""
+    if world == 1:
+        return "gem-train"
+    host = machine.tiers[0].size
+    if world <= host:
+        return f"torchrun --standalone --nproc_per_node {world} -m gem_train"
+    return f"torchrun --nnodes {-(-world // host)} --nproc_per_node {host} -m gem_train"
 
 
 def render(found: Plan, notes: tuple[str, ...], run: str) -> str:

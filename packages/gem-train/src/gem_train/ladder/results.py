@@ -15,7 +15,7 @@ from gem_train.run_dir import environment, read_json, write_json
 
 SAME = ("card", "commit", "recipe", "batch_size", "accumulate", "lengths", "recompute")
 HEADINGS = ("rung", "samples/s", "step ms", "TFLOP/s", "MFU", "local TFLOP/s", "local MFU", "GiB", "NE")
-WIDTHS = (30, 11, 11, 9, 7, 14, 10, 7, 8)
+WIDTHS = (max(len(rung.name) for rung in RUNGS) + 2, 11, 11, 9, 7, 14, 10, 7, 8)
 
 
 def line(row: dict[str, Any] | None) -> str:
