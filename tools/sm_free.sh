@@ -5,7 +5,8 @@
 #   OUT=results bash tools/sm_free.sh
 #   OUT=results REHEARSE=1 bash tools/sm_free.sh    the same on two processes of a CPU, small, with files for windows
 # Expected, with torch 2.13 or before: "race, zeroed late" fails (torch's "[FATAL] ... failed to receive signal"), and
-# everything else ends in "equal". Where it does not fail, windows that are zeroed late are not why training hung.
+# everything else ends in "equal". Where it does not fail, windows that are zeroed late are not why training hung. Where
+# "gathers, held" hangs and "gathers" does not, hosts wait for more than their own cards (docs/notes/parallel.md).
 set -u
 cd "$(dirname "$0")"
 out=$(realpath "${OUT:-.}") python=${PYTHON:-python3} cards=${CARDS:-2}
