@@ -19,6 +19,7 @@ from gem_lowprec import Recipe, Rule, attention, block_gemm, convert, gemm, prod
 from gem_lowprec.attention import emulated, layer, projected, projection
 from gem_lowprec.attention.operands import key_blocks, quantise_reference
 from gem_lowprec.linear import LowPrecisionLinear
+from gem_lowprec.norm_linear import LowPrecisionNormLinear
 from gem_lowprec.orientations import quantize_both
 from torch import nn
 
@@ -165,6 +166,17 @@ def test_what_stands_between_is_left_to_the_separate_pass(specified):
     hooked.qkv.register_forward_hook(lambda *_: None)
     assert not hooked.writes_operands(x)
     module.qkv.observer = lambda *_: None
+    assert not module.writes_operands(x)
+
+
+def test_a_norm_that_cannot_write_fp8_keeps_the_projection_from_writing_operands(specified):
+    """On a CPU it cannot, as for more than 8192 features on a card."""
+    module = JaggedAttention(160, 2, head_dim=128, pre_norm=True)
+    convert(module, Recipe(name="block", rules=(Rule(**BLOCK),), attention="fp8", fuse_norms=True, fallback=False))
+    specified()
+    x = torch.randn(5, 160)
+    assert isinstance(module.qkv, LowPrecisionNormLinear)
+    assert not module.qkv.takes_fp8(x)
     assert not module.writes_operands(x)
 
 

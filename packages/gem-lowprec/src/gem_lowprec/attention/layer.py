@@ -12,6 +12,7 @@ from gem_lowprec.attention import attention_engine, low_precision_attention
 from gem_lowprec.attention.emulated import AttentionPrecision
 from gem_lowprec.attention.operands import BLOCK
 from gem_lowprec.linear import LowPrecisionLinear
+from gem_lowprec.norm_linear import LowPrecisionNormLinear
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -91,8 +92,9 @@ class LowPrecisionJaggedAttention(JaggedAttention):
             return False
         if self.pass_between() is not None:
             return False
-        layer = _layer(self.qkv)
-        if not layer.takes_fp8(x, x.shape[0]):
+        layer: Any = _layer(self.qkv)
+        fused: Any = self.qkv if isinstance(self.qkv, LowPrecisionNormLinear) else None  # its norm has a say, too
+        if not (layer.takes_fp8(x, x.shape[0]) if fused is None else fused.takes_fp8(x)):
             return False
         like = x.new_empty(0, self.heads, self.head_dim, dtype=layer.plan(x).dtype)
         masked = self.causal or self.window is not None or self.scale <= 0
