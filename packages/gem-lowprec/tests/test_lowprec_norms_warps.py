@@ -37,7 +37,7 @@ def check(layer, cols, rows, device, *, norm_dtype):
     y = (y - mean) * rstd * gain.double()
     y = y + bias.double() if layer else y
     expected = quantize(y, FP8_1X128)
-    assert (bits(got.data) != bits(expected.data)).double().mean() < 5e-4  # ties of float32 and float64
+    assert (bits(got.data) != bits(expected.data)).sum() <= 5e-4 * x.numel()  # ties of float32 and float64
     torch.testing.assert_close(got.scale.cpu(), expected.scale, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(found.rstd.cpu(), rstd[:, 0].float(), rtol=1e-5, atol=0, equal_nan=True)
     if layer:
