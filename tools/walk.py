@@ -20,12 +20,36 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "notes" / "gem-train-walk.md"
 CUT = 34  # lines of a command's output that are shown
-NOISE = re.compile(r"fx_tracing|USDT|^\s*$|emulated on|_announce\(|UserWarning")
+NOISE = re.compile(r"fx_tracing|USDT|emulated on|_announce\(|UserWarning")
 
-SMALL = (
-    "--set data.batch_size=64 --set data.max_history=12 --set train.max_steps=60 --set train.eval_every=30 "
-    "--set train.checkpoint_every=30"
-)
+SHOP = r"""awk 'BEGIN { srand(1); print "user,time,item,price,click"
+  for (i = 0; i < 4000; i++) printf "%d,%d,%d,%.2f,%d\n",
+    rand() * 90, 1700000000 + i * 60, k = int(rand() * 50), 1 + k / 10, rand() < 0.1 + k / 200
+  print "7,soon,3,1.30,0" }' > shop.csv
+cat > shop.toml <<END
+name = "shop"
+user = "user"
+columns = [
+  { name = "user", kind = "id", role = "user", cardinality = 90 },
+  { name = "item", kind = "id", role = "context", cardinality = 50 },
+  { name = "price", kind = "float", role = "context" },
+  { name = "click", kind = "id", role = "outcome", cardinality = 2 },
+]
+tasks = [{ name = "click", column = "click", equals = 1 }]
+END"""
+
+SCORE = """python - <<END
+import sys
+from gem_data import EventLog, Loader, LoaderConfig
+sys.path.insert(0, "exported")
+from scorer import ProgramScorer
+
+log = EventLog.open("clicks")
+config = LoaderConfig(batch_size=4, max_history=12)
+batch = next(iter(Loader(log, range(len(log) - 4, len(log)), config, rank=0, world=1)))
+scorer = ProgramScorer.open("exported")
+print(scorer.tasks, scorer(batch), "gem_train" in sys.modules, sep="\\n")
+END"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,62 +72,76 @@ WALK = (
     ),
     Stop(
         title="Data: data make, data inspect",
-        text="`data prepare` builds a log of files or of a public data set in the same way.",
+        text="Simulated impressions, whose best possible NE is known.",
         commands=("gem-train data make --out clicks --set events=8000 --set seed=3", "gem-train data inspect clicks"),
     ),
     Stop(
+        title="Data of your own: data prepare",
+        text="A file and what its columns mean. The last row is broken: it is left out, and kept for you to look at.",
+        commands=(SHOP, "gem-train data prepare files shop.csv --schema shop.toml --out shop"),
+    ),
+    Stop(
         title="Recipes and settings: recipes, show, validate",
-        text="A setting that does not exist is refused with the one that was perhaps meant.",
+        text="A recipe is a configuration to start from. What is set here is in the file, and every default with it.",
         commands=(
             "gem-train recipes",
-            f"gem-train show log --set data.path=clicks {SMALL} --set model.width=16 --set model.layers=1 > mine.toml",
+            "gem-train show log --set data.path=clicks --set data.batch_size=128 --set data.max_history=12 \\\n"
+            "  --set model.width=16 --set model.layers=1 --set inputs.exclude=user --set optim.lr=5e-3 \\\n"
+            "  --set optim.warmup_steps=20 --set train.epochs=9 --set train.max_steps=150 \\\n"
+            "  --set train.eval_every=50 --set train.checkpoint_every=50 > mine.toml",
             "gem-train validate mine.toml",
         ),
     ),
     Stop(
         title="A mistake",
-        text="Mistakes are one line and exit code 2.",
+        text="Mistakes are one line and exit code 2: here a setting that does not exist, with the one that was perhaps "
+        "meant.",
         commands=("gem-train run --config mine.toml --set optim.lrate=0.1",),
         code=2,
     ),
     Stop(
         title="Before training: plan",
-        text="Which layout on a machine that need not be there; FLOPs and lengths are measured on the data.",
-        commands=("gem-train plan --config mine.toml --topology h200-host --gpus 8 --batch 1024",),
+        text="Which layout on a machine that need not be there; FLOPs and lengths are measured on the data. The last "
+        "line trains with it.",
+        commands=(
+            "gem-train plan large --topology h200-host --gpus 8 --batch 256 --set data.synthetic.events=5000",
+        ),
     ),
     Stop(
         title="Training: run",
-        text="Plain lines, since this is no terminal. The folder holds all that is needed to understand or repeat it.",
+        text="Plain lines, since this is no terminal: one every ten seconds, one for each validation, and the test "
+        "with what the model must beat. The folder holds all that is needed to understand or repeat it.",
         commands=("gem-train run --config mine.toml --out runs/one", "ls runs/one"),
     ),
     Stop(
         title="Stop and go on",
-        text="SIGTERM (here at step 20) writes a checkpoint; `--resume` goes on as if nothing had happened.",
+        text="SIGTERM (here at step 20) writes a checkpoint; `--resume` goes on as if nothing had happened. This run "
+        "learns at another rate and tests averaged weights.",
         commands=(
-            "gem-train run --config mine.toml --out runs/two --set optim.lr=3e-3 --set train.max_steps=3000 "
-            "--set train.epochs=99 --set train.eval_every=0 --set optim.ema_decay=0.99 & "
+            "gem-train run --config mine.toml --out runs/two --set optim.lr=2e-3 --set optim.ema_decay=0.98 &\n"
             "until grep -qs '\"step\": 20,' runs/two/metrics.jsonl; do sleep 0.1; done; kill $!; wait $!",
-            "gem-train run --resume --out runs/two --set train.max_steps=80 --set train.epochs=99",
+            "gem-train run --resume --out runs/two",
         ),
     ),
     Stop(
         title="A stream: progressive validation",
         text="In order of time each sample is predicted before it is trained on.",
         commands=(
-            "gem-train run --config mine.toml --out runs/stream --set data.order=time --set train.epochs=1 "
-            "--set optim.schedule=wsd --set train.spike_sigmas=4",
+            "gem-train run --config mine.toml --out runs/stream --set data.order=time --set train.epochs=1 \\\n"
+            "  --set optim.schedule=wsd --set train.spike_sigmas=4 --set train.eval_every=25",
         ),
     ),
     Stop(
         title="Looking at runs: ls, show",
         text="",
         commands=("gem-train ls", "gem-train show runs/two"),
+        lines=48,
     ),
     Stop(
         title="Figures by slice: eval",
         text="By any column, and for ids that training has never seen, with bootstrap intervals.",
         commands=("gem-train eval runs/one --by category --by new:user",),
-        lines=60,
+        lines=64,
     ),
     Stop(
         title="Is the difference real: diff",
@@ -112,13 +150,15 @@ WALK = (
     ),
     Stop(
         title="How well the machine is used: bench",
-        text="On a CPU there is no MFU, since nobody states a CPU's peak; on a card in the table there is.",
-        commands=("gem-train bench runs/one --steps 3", "cat runs/one/profile.toml"),
+        text="On a CPU there is no MFU, since nobody states a CPU's peak; on a card in the table there is. Two cores "
+        "that others use, too, give times that vary. The profile is for `gem-train plan --profile`.",
+        commands=("gem-train bench runs/one --steps 3", "head -n 9 runs/one/profile.toml"),
         lines=40,
     ),
     Stop(
         title="One technique at a time: ladder",
-        text="What this machine can't do is listed with the reason.",
+        text="What this machine can't do is listed with the reason. GEM's techniques are for cards: on a CPU, where "
+        "all run by the same reference, their times tell nothing.",
         commands=("gem-train ladder --config mine.toml --steps 3 --train-steps 20 --out runs/ladder",),
         lines=40,
     ),
@@ -130,14 +170,13 @@ WALK = (
     ),
     Stop(
         title="Against baselines: compare",
-        text="GEM and baselines on the same batches, on fewer steps here than one would take.",
-        commands=("gem-train compare --config mine.toml --models gem,logistic,din --seeds 1 --out runs/compare "
-                  "--set train.max_steps=40",),
+        text="GEM and baselines on the same batches. Eight thousand events tell little of any of them.",
+        commands=("gem-train compare --config mine.toml --models gem,logistic,din --seeds 1 --out runs/compare",),
     ),
     Stop(
         title="Serving: export",
-        text="The scorers need no gem-train.",
-        commands=("gem-train export runs/one --out exported --rows int8", "ls exported"),
+        text="The scorers need no gem-train; this one needs torch, numpy and pyarrow. gem-data makes the batch here.",
+        commands=("gem-train export runs/one --out exported --rows int8", "ls exported", SCORE),
     ),
 )  # fmt: skip
 
@@ -163,7 +202,8 @@ def run(command: str, folder: Path, code: int) -> tuple[str, float]:
 
 def shown(output: str, lines: int) -> str:
     """At most `lines` lines, the middle cut out, without noise."""
-    kept = [line.rstrip() for line in output.splitlines() if not NOISE.search(line)]
+    text = "\n".join(line.rstrip() for line in output.splitlines() if not NOISE.search(line))
+    kept = re.sub(r"\n{3,}", "\n\n", text.strip("\n")).split("\n")
     if len(kept) > lines:
         half = lines // 2
         kept = [*kept[:half], f"... {len(kept) - 2 * half} lines ...", *kept[-half:]]
@@ -186,7 +226,7 @@ def main() -> None:
                 print(f"{seconds:6.1f} s  {command[:100]}", flush=True)
                 text = shown(output, stop.lines)
                 parts.append(f"```text\n$ {command}\n{text}\n```".replace("\n\n```", "\n```"))
-                PAGE.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    PAGE.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

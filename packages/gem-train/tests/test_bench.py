@@ -220,6 +220,9 @@ def test_bench_from_the_command_line_and_what_the_planner_reads(cache, tmp_path,
     assert main(["plan", "--config", str(file), "--profile", str(out / "profile.toml"), "--gpus", "1"]) == 0
     assert "gem-train bench tiny on cpu" in profile.source
     assert "local MFU 41.0%" in render({**found, "mfu": {**found["mfu"], "local": 0.41}})
+    traced = {**found, "step": {**found["step"], "seconds": 0.002}, "waterfall": {**found["waterfall"], "step": 0.003}}
+    assert "goes (3.00 ms, 2.00 ms without a trace; " in render(traced)
+    assert "goes (2.00 ms; " in render({**traced, "waterfall": {**found["waterfall"], "step": 0.002}})
 
 
 def test_an_unknown_card_has_no_peak_and_says_so():

@@ -193,6 +193,7 @@ def test_plan_prints_a_layout_and_how_to_run_it(recipe, tmp_path, capsys):
     assert more.split()[0] == recipe
     config = override(RunConfig(), [a for a in more.split()[1:] if a != "--set"])
     assert config.parallel.shard_group in (1, 2, 4)
+    assert config.optim.accumulate == 1  # all eight samples leave room
     assert config.parallel.table_strategy != "v2"  # which computes something else than one process
     assert ModelSpec.from_toml(tmp_path / "model.toml").name == "tiny"
 
@@ -209,7 +210,7 @@ def test_the_command_of_a_plan_starts_every_device_with_its_samples(recipe, tmp_
     run = f"torchrun --nnodes 2 --nproc_per_node 4 -m gem_train run --config {recipe} --set data.batch_size=512 "
     assert run in capsys.readouterr().out
     assert main(["plan", "--config", recipe, "--topology", str(hosts), "--gpus", "1", "--batch", "32"]) == 0
-    assert f"run it     gem-train run --config {recipe} --set parallel." in capsys.readouterr().out
+    assert f"run it     gem-train run --config {recipe} --set optim.accumulate=1 " in capsys.readouterr().out
 
 
 def test_nothing_fits_is_exit_code_1(recipe, tmp_path, capsys):

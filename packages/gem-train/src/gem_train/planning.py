@@ -202,6 +202,7 @@ def _expert(kind: str, c: GemConfig, n: int) -> float:
 def settings(layout: Layout) -> list[str]:
     """The layout as `--set` assignments of `gem-train run`."""
     found = {
+        "optim.accumulate": layout.parts,
         "parallel.shard_group": layout.fsdp,
         "parallel.table_strategy": layout.strategy,
         "parallel.table_copies": layout.table_copies,
