@@ -53,6 +53,8 @@ WAYS = {
     (True, 2048): {
         "20 warps": Way(resident=5, registers=96), "16 warps": Way(), "16 warps ahead": Way(ahead=True),
     },
+    (True, 4096): {"12 warps": Way(resident=3, registers=168, packed=True)},
+    (False, 2048): {"20 warps": Way(resident=5, registers=96), "16 warps ahead": Way(ahead=True)},
     (False, 4096): {
         "20 warps": Way(resident=5, registers=96, packed=True), "16 warps": Way(registers=96, packed=True),
     },

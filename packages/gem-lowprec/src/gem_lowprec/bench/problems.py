@@ -329,7 +329,15 @@ def names() -> dict[str, Callable[[torch.device], Problem]]:
         add(f"norm-linear-{TOKENS}-{k}-{n}", normed_layer, TOKENS, n, k)
     for rows, cols in ((TOKENS, 2048), (2 * TOKENS, 1024)):
         add(f"quantize-{rows}-{cols}", quantiser, rows, cols)
-    for cols, is_layer in ((512, True), (1024, False), (1024, True), (2048, True), (4096, False)):
+    for cols, is_layer in (
+        (512, True),
+        (1024, False),
+        (1024, True),
+        (2048, True),
+        (4096, False),
+        (2048, False),
+        (4096, True),
+    ):
         rows = 2**27 // cols
         add(f"{'layer' if is_layer else 'rms'}-norm-{rows}-{cols}", norm, rows, cols, layer=is_layer)
     for n in SIZES:
