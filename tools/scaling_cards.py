@@ -128,7 +128,7 @@ def predicted(
         spec = replace(spec, gather_bytes=1)
     found = predict(spec, topology, layout, batch, profile=profile)
     load = place_tables(spec, layout.table_shard)
-    ops = step_ops(spec, layout, load, batch, topology, profile)
+    ops = step_ops(spec, layout, load, batch, topology, profile, shown=layout.parts)
     uneven = sum(op.seconds for op in ops if op.load == "samples")
     return {"ms": (found.step_s + (work - 1) * uneven) * 1e3, "memory_gib": found.memory["peak"] / 2**30}
 

@@ -54,6 +54,7 @@ class Links:
     def __init__(self, topology: Topology, profile: Profile) -> None:
         self.topology = topology
         self._message = profile.message_us * 1e-6
+        self._rings: dict[tuple[str, Group, float], Cost] = {}  # equal units ask for the same, part by part
         self._rates: dict[str, list[float]] = {}
         self._latency: dict[str, list[float]] = {}
         for kind in KINDS:
@@ -76,6 +77,8 @@ class Links:
         return self._ring("reduce_scatter", group, size)
 
     def _ring(self, kind: str, group: Group, size: float) -> Cost:
+        if (kind, group, size) in self._rings:
+            return self._rings[kind, group, size]
         inner, sent, seconds, latency = 1, [], 0.0, 0.0
         for tier, members in enumerate(group.members(self.topology)):
             moved = size / inner - size / members
@@ -83,7 +86,7 @@ class Links:
             seconds = max(seconds, moved / self._rates[kind][tier])
             latency += (members // inner - 1) * self._latency[kind][tier]
             inner = members
-        return Cost(seconds + latency, tuple(sent))
+        return self._rings.setdefault((kind, group, size), Cost(seconds + latency, tuple(sent)))
 
     def all_reduce(self, group: Group, size: float) -> Cost:
         """A reduce-scatter and an all-gather of `size` bytes."""

@@ -18,7 +18,7 @@ from gem_parallel.planning.profile import Profile
 from gem_parallel.planning.reasons import about_axes, about_parts
 from gem_parallel.planning.spec import ModelSpec
 from gem_parallel.planning.step import step_ops
-from gem_parallel.planning.timeline import COMPUTE, Op, over_parts, run
+from gem_parallel.planning.timeline import COMPUTE, Op, repeats, run
 from gem_parallel.planning.topology import Topology
 
 _GIB = 1 << 30
@@ -260,7 +260,8 @@ def _search(fitting: list[Layout], evaluate: Callable[[Layout], Candidate]) -> l
 
     Dense axes and table axes compete for the same clock but hardly change one another's order, unless one leaves the
     other too little room for a part. The dense axes are ranked beside one choice of table axes, the table axes beside
-    the best dense ones, and so on until nothing changes; once for each table strategy, which decides about the room.
+    the best dense ones, and so on until nothing changes; for each table strategy once from the table axes that leave
+    most dense axes a choice, once from those that leave most room.
     """
     done: dict[Layout, Candidate] = {}
 
@@ -276,8 +277,10 @@ def _search(fitting: list[Layout], evaluate: Callable[[Layout], Candidate]) -> l
     for layout in fitting:
         by_dense.setdefault(layout.dense_axes, []).append(layout)
         by_tables.setdefault(layout.table_axes, []).append(layout)
-    for strategy in sorted({axes[0] for axes in by_tables}):
-        group = max((v for axes, v in by_tables.items() if axes[0] == strategy), key=len)
+    groups = [[v for axes, v in by_tables.items() if axes[0] == strategy] for strategy in STRATEGIES]
+    starts = [max(same, key=len) for same in groups if same]
+    starts += [min(same, key=lambda v: min((x.parts, x.reduce_every_part) for x in v)) for same in groups if same]
+    for group in starts:
         least = math.inf
         while timed(best := min(by_dense[min(group, key=timed).dense_axes], key=timed)) < least:
             least, group = timed(best), by_tables[best.table_axes]
@@ -336,29 +339,25 @@ def _evaluate(
     profile: Profile,
     links: Links,
 ) -> Candidate:
-    def tally(parts: int) -> dict[tuple[str, str], float]:
-        ops = step_ops(model, layout, load, batch, topology, profile, links, parts=parts)
-        clock = run(ops)
-        found = {("step", ""): clock.end, ("compute", ""): clock.compute}
-        found["hidden", ""] = hidden_seconds(ops, clock.waits)
-        found |= {("wait", kind): seconds for kind, seconds in clock.waits.items()}
-        for i, tier in enumerate(topology.tiers):
-            found["sent", tier.name] = sum(op.sent[i] for op in ops if op.sent)
-        return found
-
-    found = over_parts(tally, layout.parts)
-    waits = {kind: seconds for (what, kind), seconds in found.items() if what == "wait" and seconds > 0}
-    waits["slower beside comms"] = found["hidden", ""] * profile.slowdown
+    ops = step_ops(model, layout, load, batch, topology, profile, links)
+    clock = run(ops, layout.parts)
+    waits = {kind: seconds for kind, seconds in clock.waits.items() if seconds > 0}
+    waits["slower beside comms"] = hidden_seconds(ops, clock.waits, layout.parts) * profile.slowdown
+    sent = [0.0] * len(topology.tiers)
+    for op, times in zip(ops, repeats(ops, layout.parts), strict=True):
+        for tier, moved in enumerate(op.sent):
+            sent[tier] += moved * times
     return Candidate(
         layout=layout,
         memory=memory(model, layout, load, batch, profile),
-        step_s=found["step", ""] + waits["slower beside comms"],
-        compute_s=found["compute", ""],
+        step_s=clock.end + waits["slower beside comms"],
+        compute_s=clock.compute,
         waits_s=waits,
-        sent={tier.name: found["sent", tier.name] for tier in topology.tiers},
+        sent={tier.name: moved for tier, moved in zip(topology.tiers, sent, strict=True)},
     )
 
 
-def hidden_seconds(ops: Sequence[Op], waits: dict[str, float]) -> float:
-    """Seconds of communication that ran beside compute."""
-    return max(0.0, sum(op.seconds for op in ops if op.stream != COMPUTE) - sum(waits.values()))
+def hidden_seconds(ops: Sequence[Op], waits: dict[str, float], parts: int) -> float:
+    """Seconds of communication that ran beside compute in a step of so many parts."""
+    links = sum(op.seconds * n for op, n in zip(ops, repeats(ops, parts), strict=True) if op.stream != COMPUTE)
+    return max(0.0, links - sum(waits.values()))

@@ -17,7 +17,7 @@ from gem_parallel.planning.planner import Plan, hidden_seconds, plan
 from gem_parallel.planning.profile import Profile
 from gem_parallel.planning.spec import ModelSpec
 from gem_parallel.planning.step import step_ops
-from gem_parallel.planning.timeline import COMPUTE, Op, over_parts, run
+from gem_parallel.planning.timeline import COMPUTE, Op, repeats, run
 from gem_parallel.planning.topology import Topology
 
 SHOWN = 8  # parts of a step that are replayed; further ones count like the middle ones
@@ -120,37 +120,28 @@ def simulate(chosen: Plan, disturbance: Disturbance | None = None) -> Simulation
     shown = min(SHOWN, layout.parts)
     # [shown, ranks]: every part has samples of its own
     work = disturbance.samples(world * shown, layout.part(chosen.batch)).reshape(shown, world)
-    alike, speed = np.ones(world), disturbance.speeds(world)
-
-    def tally(parts: int) -> dict[str, float]:
-        """What `parts` parts of the step come to."""
-        ops = step_ops(chosen.model, layout, load, chosen.batch, chosen.topology, chosen.profile, parts=parts)
-        equal, uneven, slow = run(ops), _run_ranks(ops, work, alike), _run_ranks(ops, work, speed)
-        slower = hidden_seconds(ops, equal.waits) * chosen.profile.slowdown
-        return {
-            "ideal": sum(op.seconds for op in ops if op.stream == COMPUTE and op.kind == "dense"),
-            "compute": equal.compute,
-            "equal": equal.end + slower,
-            "uneven": float(uneven.end.max()) + slower,
-            "slow": float(slow.end.max()) + slower,
-            **{f"waits for {kind}": float(np.mean(value)) for kind, value in slow.waits.items()},
-        }
-
-    found = over_parts(tally, layout.parts, SHOWN)
-    ends = [found[name] for name in ("ideal", "compute", "equal", "uneven", "slow")]
+    speed = disturbance.speeds(world)
+    ops = step_ops(chosen.model, layout, load, chosen.batch, chosen.topology, chosen.profile, shown=SHOWN)
+    dense = [op.seconds * n for op, n in zip(ops, repeats(ops, layout.parts), strict=True) if op.kind == "dense"]
+    equal = run(ops, layout.parts)
+    slower = hidden_seconds(ops, equal.waits, layout.parts) * chosen.profile.slowdown
+    ends = [sum(dense), equal.compute, equal.end + slower]
+    for factors in ((work, np.ones(world)), (work, speed)):
+        clock = _run_ranks(ops, layout.parts, *factors)
+        ends.append(float(clock.end.max()) + slower)
     names = ("tables and optimizer", "exposed communication", "imbalance", "slow ranks")
     return Simulation(
         world=world,
-        step_s=found["slow"],
-        ideal_s=found["ideal"],
+        step_s=ends[-1],
+        ideal_s=ends[0],
         lost_s={name: after - before for name, before, after in zip(names, ends, ends[1:], strict=False)},
-        exposed_s={k.removeprefix("waits for "): v for k, v in found.items() if k.startswith("waits for ")},
+        exposed_s={kind: float(np.mean(value)) for kind, value in clock.waits.items()},
         imbalance=float(work.max(1).mean() / work.mean()),
     )
 
 
-def _run_ranks(ops: Sequence[Op], work: np.ndarray, speed: np.ndarray) -> Any:
-    """`work` is [parts, ranks], `speed` [ranks]."""
+def _run_ranks(ops: Sequence[Op], parts: int, work: np.ndarray, speed: np.ndarray) -> Any:
+    """`work` is [listed parts, ranks], `speed` [ranks]."""
     world = len(speed)
     both = work * speed
 
@@ -165,7 +156,7 @@ def _run_ranks(ops: Sequence[Op], work: np.ndarray, speed: np.ndarray) -> Any:
         block = start.reshape(-1, group.size, group.stride)
         return np.broadcast_to(block.max(1, keepdims=True), block.shape).reshape(world)
 
-    clock = run(ops, maximum=np.maximum, scale=scale, meet=meet)
+    clock = run(ops, parts, maximum=np.maximum, scale=scale, meet=meet)
     clock.end = np.broadcast_to(clock.end, (world,))
     return clock
 

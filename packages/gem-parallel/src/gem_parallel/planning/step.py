@@ -19,16 +19,16 @@ def step_ops(
     profile: Profile,
     links: Links | None = None,
     *,
-    parts: int | None = None,
+    shown: int = 3,
 ) -> list[Op]:
     """One training step of every rank; loads are the mean rank's, but for tables, where the busiest sets the pace.
 
     Args:
         batch: samples of a rank and step.
-        parts: operations of so many of the layout's parts, the first and the last among them; all by default.
+        shown: parts that are listed at most; `timeline.run` lets those between the first and the last stand for others.
     """
     step = _Step(model, layout, load, layout.part(batch), topology, profile, links or Links(topology, profile))
-    return step.build(layout.parts if parts is None else parts)
+    return step.build(min(layout.parts, shown))
 
 
 class _Step:

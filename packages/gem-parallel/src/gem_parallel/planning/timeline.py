@@ -45,8 +45,17 @@ class Clock:
     waits: dict[str, Any] = field(default_factory=dict)
 
 
+def repeats(ops: Sequence[Op], parts: int) -> list[float]:
+    """How often each operation occurs in a step of so many parts: those of the middle parts stand for all between the
+    first and the last."""
+    listed = ops[-1].part + 1
+    between = (parts - 2) / (listed - 2) if parts > listed else 1.0
+    return [between if 0 < op.part < listed - 1 else 1.0 for op in ops]
+
+
 def run(
     ops: Sequence[Op],
+    parts: int = 1,
     *,
     maximum: Callable[[Any, Any], Any] = max,
     scale: Callable[[Op], Any] = lambda op: op.seconds,
@@ -55,7 +64,9 @@ def run(
     """Run one step.
 
     Args:
-        ops: in the order in which they are issued.
+        ops: in the order in which they are issued, part by part.
+        parts: of the step. Where they are more than the operations have, there must be at least three of these: parts
+            between the first and the last are alike, so that each of them takes as long as the listed ones.
         maximum: `max` for one representative rank, `numpy.maximum` for an array of ranks.
         scale: the seconds of an operation, a number or an array over ranks.
         meet: the start of a collective from its members' arrivals.
@@ -64,7 +75,10 @@ def run(
     free: dict[str, Any] = {}
     waits: dict[str, Any] = {}
     busy: Any = 0.0  # seconds of compute
+    begins: list[tuple[Any, Any, dict[str, Any]]] = []  # of every part: compute's end, busy and waits so far
     for op in ops:
+        if op.part == len(begins):
+            begins.append((free.get(COMPUTE, 0.0), busy, dict(waits)))
         start = free.get(op.stream, 0.0)
         for index in op.after:
             later = maximum(start, ends[index])
@@ -79,23 +93,17 @@ def run(
         end = start + seconds
         ends.append(end)
         free[op.stream] = end
-    device = free.get(COMPUTE, 0.0)
-    end = device
+    end = free.get(COMPUTE, 0.0)
     for op, finished in zip(ops, ends, strict=True):
         if op.stream != COMPUTE:
             later = maximum(end, finished)
             waits[op.kind] = waits.get(op.kind, 0.0) + (later - end)
             end = later
+    if parts > len(begins):
+        more = (parts - len(begins)) / (len(begins) - 2)
+        (ended, computed, waited), (last_ended, last_computed, last_waited) = begins[1], begins[-1]
+        end = end + more * (last_ended - ended)
+        busy = busy + more * (last_computed - computed)
+        for kind, seconds in last_waited.items():
+            waits[kind] = waits[kind] + more * (seconds - waited.get(kind, 0.0))
     return Clock(end=end, compute=busy, waits=waits)
-
-
-def over_parts(tally: Callable[[int], dict[Any, float]], parts: int, shown: int = 3) -> dict[Any, float]:
-    """What `tally` counts of a step of so many parts: itself of at most `shown`, all further ones like the middle ones.
-
-    Between the first part and the last all are alike, so that every count grows by the same with each.
-    """
-    if parts <= shown:
-        return tally(parts)
-    few, many = tally(2), tally(shown)
-    more = (parts - shown) / (shown - 2)
-    return {key: many.get(key, 0.0) + more * (many.get(key, 0.0) - few.get(key, 0.0)) for key in {**few, **many}}
