@@ -213,6 +213,44 @@ def test_the_command_of_a_plan_starts_every_device_with_its_samples(recipe, tmp_
     assert f"run it     gem-train run --config {recipe} --set optim.accumulate=1 " in capsys.readouterr().out
 
 
+def test_a_batch_that_leaves_no_room_comes_in_parts(recipe, tmp_path, capsys):
+    """As few as fit, unless the recipe, the command or what samples share says how many."""
+    host = tmp_path / "host.toml"
+    host.write_text(HOST.format(memory=8_000_000_000))
+    arguments = ["plan", "--config", recipe, "--topology", str(host), "--batch", "4096"]
+
+    def planned(*more: str) -> RunConfig:
+        assert main([*arguments, *more]) == 0
+        text = capsys.readouterr().out
+        assert "  - parts " in text
+        (line,) = [line for line in text.splitlines() if line.startswith("run it")]
+        words = line.split()
+        return override(RunConfig(), [word for word in words[words.index("--set") :] if word != "--set"])
+
+    assert planned().optim.accumulate == 1
+    for more in (["--parts", "8"], ["--set", "optim.accumulate=8"]):
+        config = planned(*more)
+        assert (config.optim.accumulate, config.parallel.reduce_every_part) == (8, False)
+    arguments[-1] = str(1 << 20)
+    assert planned().optim.accumulate > 1
+    for more in (["--parts", "1"], ["--set", "data.order=time", "--set", "data.share_requests=true"]):
+        assert main([*arguments, *more]) == 1
+        assert "more parts than 1 leave more room" in capsys.readouterr().err
+
+
+def test_copies_for_graphs_that_leave_no_room_are_done_without(recipe, tmp_path, capsys):
+    host = tmp_path / "host.toml"
+    host.write_text(HOST.format(memory=13_000_000_000))
+    arguments = ["plan", "--config", recipe, "--topology", str(host), "--batch", "1"]
+    arguments += [f"--set={s}" for s in ("model.width=2048", "model.heads=16", "model.layers=6")]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "note: copies of parameters for CUDA graphs leave no room: planned without graphs" in text
+    assert text.rstrip().endswith("--set train.cuda_graphs=off")
+    assert main([*arguments, "--set", "train.cuda_graphs=off"]) == 0
+    assert "leave no room" not in capsys.readouterr().out
+
+
 def test_nothing_fits_is_exit_code_1(recipe, tmp_path, capsys):
     host = tmp_path / "host.toml"
     host.write_text(HOST.format(memory=1_000_000_000))

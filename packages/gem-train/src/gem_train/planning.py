@@ -83,6 +83,11 @@ def describe(
     )
 
 
+def without_graphs(spec: ModelSpec) -> ModelSpec:
+    """The same model where layers are launched kernel by kernel, which takes no copies of their parameters."""
+    return dataclasses.replace(spec, layers=tuple(dataclasses.replace(u, kept_bytes=0.0) for u in spec.layers))
+
+
 def sample(data: Data, max_history: int) -> JaggedBatch:
     """Rows from all over the training split, with their histories."""
     rows = data.split.train
@@ -208,6 +213,7 @@ def settings(layout: Layout) -> list[str]:
         "parallel.table_copies": layout.table_copies,
         "parallel.table_copies_inside": str(layout.copies_inside).lower(),
         "parallel.table_sync_every": layout.sync_every,
+        "parallel.reduce_every_part": str(layout.reduce_every_part).lower(),
     }
     return [f"{key}={value}" for key, value in found.items()]
 

@@ -94,7 +94,13 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--gpus", metavar="N", type=_whole(1), help="devices to use (default: all of the machine)")
     plan.add_argument(
-        "--batch", metavar="N", type=_whole(1), help="samples per device (default: data.batch_size / devices)"
+        "--batch", metavar="N", type=_whole(1), help="samples per device and step (default: data.batch_size / devices)"
+    )
+    plan.add_argument(
+        "--parts",
+        metavar="N",
+        type=_whole(1),
+        help="parts that a device makes of them (default: optim.accumulate if more than 1, else as few as leave room)",
     )
     plan.add_argument("--profile", metavar="FILE", help="TOML of measured rates, instead of assumed ones")
     plan.add_argument("--spec", metavar="FILE", help="also write what the planner was told of the model, as TOML")

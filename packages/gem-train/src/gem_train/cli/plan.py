@@ -7,17 +7,18 @@ import dataclasses
 import importlib.resources
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import gem_parallel
 from gem_data import SourceUnavailable
-from gem_parallel import NothingFitsError, Plan, Profile, Topology, start
-from gem_parallel import plan as choose
+from gem_parallel import ModelSpec, NothingFitsError, Plan, Profile, Topology, start
 
 from gem_train.config import RunConfig
 from gem_train.data import open_data
 from gem_train.errors import UserError, user_errors
 from gem_train.events import finite
-from gem_train.planning import as_toml, describe_model, settings
+from gem_train.planning import as_toml, describe_model, settings, without_graphs
 
 
 def plan(config: RunConfig, arguments: argparse.Namespace) -> int:
@@ -37,18 +38,36 @@ def plan(config: RunConfig, arguments: argparse.Namespace) -> int:
             precision = "bf16" if machine.device_memory else "fp32"
         spec = describe_model(config, data, precision=precision)
     strategies = ("v1", "v2", "v3") if arguments.inexact else ("v1", "v3")
+    parts = arguments.parts or (config.optim.accumulate if config.optim.accumulate > 1 else None)
+    if config.data.share_requests:  # samples that share a history cannot be divided
+        parts = parts or 1
+
+    def choose(model: ModelSpec) -> Plan:
+        return gem_parallel.plan(
+            model, machine, batch, parts=parts, world=world, profile=profile, strategies=strategies
+        )
+
+    notes = list(data.notes)
     with user_errors("plan"):
         if arguments.spec:
             Path(arguments.spec).write_text(as_toml(spec), encoding="utf-8")
         try:
-            found = choose(spec, machine, batch, world=world, profile=profile, strategies=strategies)
+            try:
+                found = choose(spec)
+            except NothingFitsError:
+                launched = without_graphs(spec)
+                if launched == spec:
+                    raise
+                found = choose(launched)
+                notes.append("copies of parameters for CUDA graphs leave no room: planned without graphs")
         except NothingFitsError as error:
             print(f"gem-train: {error}", file=sys.stderr)
             return 1
     named = arguments.recipe or f"--config {arguments.config}"
     more = [*arguments.set, *([] if batch * world == config.data.batch_size else [f"data.batch_size={batch * world}"])]
+    more += [*settings(found.layout), *([] if found.model == spec else ["train.cuda_graphs=off"])]
     run = " ".join([launcher(machine, world), "run", named, *(f"--set {s}" for s in more)])
-    print(json.dumps(finite(dataclasses.asdict(found)), indent=2) if arguments.json else render(found, data.notes, run))
+    print(json.dumps(finite(dataclasses.asdict(found)), indent=2) if arguments.json else render(found, notes, run))
     return 0
 
 
@@ -90,7 +109,7 @@ def launcher(machine: Topology, world: int) -> str:
     return f"torchrun --nnodes {-(-world // host)} --nproc_per_node {host} -m gem_train"
 
 
-def render(found: Plan, notes: tuple[str, ...], run: str) -> str:
+def render(found: Plan, notes: Sequence[str], run: str) -> str:
     """The plan for a person, with what the planner was told and how to run it."""
     flops = found.model.flops / 1e6
     kept = sum(u.activation_bytes for u in found.model.units) / 2**20
@@ -99,6 +118,6 @@ def render(found: Plan, notes: tuple[str, ...], run: str) -> str:
         str(found),
         f"model      {found.model.dense_params:,} dense and {found.model.table_params:,} table parameters",
         f"           {flops:,.2f} MFLOP forward a sample (mean over training rows); {kept:,.2f} MiB kept (estimated)",
-        f"run it     {run} {' '.join(f'--set {s}' for s in settings(found.layout))}",
+        f"run it     {run}",
     ]
     return "\n".join(lines)
