@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gem_model import baselines
-from gem_train import compare, metrics
+from gem_train import compare, contestant, metrics
 from gem_train.cli import main
 from gem_train.config import from_toml, to_toml
 from gem_train.config.run import RunConfig
@@ -115,9 +115,19 @@ def test_other_samples_are_refused(cache, tmp_path):
         compare.results(everyone)
 
 
+class Inside:
+    """A contender that was through before anyone asked."""
+
+    def __init__(self, contender, jobs):
+        self.returncode = contestant.told([str(contender.run.path)])
+
+    def poll(self):
+        return self.returncode
+
+
 @pytest.mark.slow
-def test_the_command_trains_everyone_once(cache, tmp_path, capsys):
-    """Whole processes; a second call trains nothing, a lost result is made again from its checkpoint."""
+def test_the_command_trains_everyone_once(cache, tmp_path, capsys, monkeypatch):
+    """Whole processes; a second call trains nothing, a lost result is made again from its checkpoint (in this one)."""
     file, out = tmp_path / "tiny.toml", tmp_path / "out"
     file.write_text(to_toml(tiny_config(cache, "train.max_steps=6", "train.eval_every=3")))
     command = ["compare", "--config", str(file), "--out", str(out), "--models", "constant,gem,din", "--seeds", "1"]
@@ -134,6 +144,7 @@ def test_the_command_trains_everyone_once(cache, tmp_path, capsys):
     assert json.loads(din.model_file.read_text())["parameters"] != json.loads(gem.model_file.read_text())["parameters"]
     before = gem.predictions_file.stat().st_mtime_ns
     din.eval_file.unlink()
+    monkeypatch.setattr(compare, "_start", Inside)
     assert main(command) == 0
     said = capsys.readouterr()
     assert "2 of 3 runs are finished already" in said.err

@@ -3,6 +3,7 @@
 data -> model      a batch source that knows nothing of gem_data's logs
 model -> train     a model of five lines, with no histories
 parallel -> train  a layer that spreads nothing
+lowprec -> train   a conversion that converts nothing, and is told of every part of a step
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from gem_lowprec import convert
 from gem_model import GEM, GemConfig
 from gem_model.testing import example_inputs, random_batch
 from gem_parallel import start
@@ -132,6 +132,16 @@ class FakeParallel:
         return []
 
 
+class FakeConversion:
+    """What the trainer asks of gem_lowprec once the model is converted: to be told where training is."""
+
+    def __init__(self):
+        self.told = []
+
+    def set_step(self, step, part=0):
+        self.told.append((step, part))
+
+
 def trainer_on_fakes(folder, runtime, *, steps=6, **train):
     inputs = example_inputs()
     torch.manual_seed(1)
@@ -140,7 +150,7 @@ def trainer_on_fakes(folder, runtime, *, steps=6, **train):
     tables = {n for n, _ in gem.named_parameters() if n.startswith("tables.")}
     model = FakeParallel(gem, tables)
     whole = dataclasses.replace(
-        tiny_config(folder), model=config, train=TrainConfig(epochs=2, eval_every=3, checkpoint_every=2, **train)
+        tiny_config(folder), model=config, train=TrainConfig(epochs=2, eval_every=6, checkpoint_every=10, **train)
     )
     run = RunDir(folder / "run")
     run.path.mkdir(parents=True, exist_ok=True)
@@ -153,7 +163,7 @@ def trainer_on_fakes(folder, runtime, *, steps=6, **train):
             model=model,
             model_config=config,
             units=(),
-            conversion=convert(gem, "none"),
+            conversion=FakeConversion(),
             optimizer=torch.optim.AdamW(model.dense_parameters()),
             train=FakeLoader(inputs, steps),
             validation=FakeLoader(inputs, 2, first=1000),
@@ -171,6 +181,7 @@ def test_fake_data_and_a_fake_parallel_layer_train_validate_save_and_resume(tmp_
         whole = trainer_on_fakes(tmp_path / "a", runtime)
         whole.fit()
         assert whole.position.step == whole.total == 12
+        assert whole.parts.conversion.told == [(step, 0) for step in range(1, 13)]
         part = trainer_on_fakes(tmp_path / "b", runtime)
         step = part.step
 
@@ -190,7 +201,7 @@ def test_fake_data_and_a_fake_parallel_layer_train_validate_save_and_resume(tmp_
         for trainer in (whole, part, again):
             trainer.parts.events.close()
     kinds = {(r["kind"], r["step"]) for r in read(tmp_path / "a" / "run" / "metrics.jsonl")}
-    assert {("step", 12), ("eval", 3), ("eval", 12)} <= kinds
+    assert {("step", 12), ("eval", 6), ("eval", 12)} <= kinds
 
 
 def test_evaluation_of_fake_data_misses_nothing(tmp_path):

@@ -18,7 +18,8 @@ from gem_parallel import start
 from gem_train.averaging import Average
 from gem_train.data import build, divided
 from gem_train.errors import NonFiniteError, UserError
-from gem_train.events import read
+from gem_train.events import Events, read
+from gem_train.instruments import Instruments
 from gem_train.losses import global_loss, total_weights
 from gem_train.phases import StepClock, Stragglers
 from gem_train.progressive import Window
@@ -350,6 +351,35 @@ def test_a_rank_that_the_others_wait_for_is_named_once(where):
     for looks, lates in enumerate([(0, 0, 3), (0, 0, 3), (0, 0.1, 3), (0, 0, 3), (0, 0, 0), (3, 0, 0)]):
         found += [(looks, f["rank"]) for f in watch.look([rank(late)(max(lates)) for late in lates])]
     assert found == [(2, 2)]
+
+
+def test_a_run_names_a_straggler_with_its_host(tmp_path):
+    """Three looks of rank 0 in a row at a rank that waits for its data."""
+    others = [("data", 3.0), ("forward", 1.0), ("loss", 0.0), ("backward", 2.0)]
+    mine = [("forward", 4.0), ("loss", 0.0), ("backward", 2.0)]
+    said = []
+    parts = SimpleNamespace(
+        config=SimpleNamespace(data=SimpleNamespace(batch_size=8)),
+        train=SimpleNamespace(steps_per_epoch=100),
+        peak=SimpleNamespace(peak=None),
+        runtime=SimpleNamespace(
+            device=torch.device("cpu"),
+            world=2,
+            peers=(("here", 1), ("there", 2)),
+            gather=lambda value, what: [value, {**value, "phases": others}],
+        ),
+        events=Events(tmp_path),
+        progress=SimpleNamespace(note=lambda text, style: said.append(text)),
+    )
+    instruments = Instruments(parts)
+    instruments.clock.read = lambda: mine
+    for step in (1, 20, 40, 60):
+        instruments.end(step, waited=0.0, seconds=6.0, flops=2.0, mine=1.0)
+    parts.events.close()
+    (event,) = messages(tmp_path, "straggler")
+    assert (event["step"], event["rank"], event["host"]) == (40, 1, "there")
+    assert event["late_s"] == pytest.approx(3.0)
+    assert said == ["straggler: rank 1 on there keeps the others waiting, 3000 ms of a step of 6000 ms (step 40)"]
 
 
 def test_settings_of_the_loop_are_checked():
