@@ -122,6 +122,7 @@ def predicted(
         table_copies=config.table_copies,
         sync_every=config.table_sync_every,
         parts=row.parts or bench.args.parts[0],
+        reduce_every_part=config.reduce_every_part,
     )
     batch = bench.args.batch // (world if row.strong else 1) * layout.parts
     if row.payload:

@@ -70,6 +70,10 @@ def table(world: int, parts: list[int]) -> list[Row]:
         Row(name="strong, unbalanced", strong=True, balanced=False),
         Row(name="strong, 2-D FSDP, EP", config=replace(PLAIN, **spread), strong=True),  # type: ignore[arg-type]
         Row(name="strong, tables v2", config=copies("v2", world), strong=True),
+        *(
+            Row(name=f"balanced, {n} parts, each reduced", parts=n, config=replace(PLAIN, reduce_every_part=True))
+            for n in parts[1:]
+        ),
         Row(name="SM-free, written", config=windows(copies="written", barriers="kernels")),
         Row(name="SM-free, kernels", config=windows(barriers="kernels")),
         Row(name="SM-free, reduced", config=windows(reduce_scatter="copy_engine")),
