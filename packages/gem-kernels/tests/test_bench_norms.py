@@ -25,8 +25,7 @@ def test_variants_run_where_they_are_asked_for(device):
     p = norms.problem("layer-512", device, shrink=2**13)
     assert list(norms.ours(p)) == ["triton"]
     found = norms.ours(p, "triton", ("4-stages",))
-    assert list(found) == ["triton", "triton 1-warp", "triton lean-1-warp"]
-    norms.gate(p, found["triton lean-1-warp"], ("backward",))
+    assert list(found) == ["triton", "triton 1-warp"]
     p = norms.problem("layer-residual-384", device, shrink=2**13)
     found = norms.ours(p, "triton")
     assert list(found) == ["triton", "triton 1-warp", "triton 1-warp-4-stages"]

@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from gem_kernels import flops, jagged, jagged_to_padded, norms, padded_to_jagged, sequences, testing
 from gem_kernels.bench import cases
 from gem_kernels.norm_linear import linear_norm, norm_linear
-from gem_kernels.norms import lean
 from gem_kernels.norms import triton as usual
 from gem_kernels.rotary import reference as rotary_reference
 from gem_kernels.rotary import rope
@@ -98,13 +97,10 @@ def _backwards(width: int, *, residual: bool, swish: bool) -> dict[str, Run]:
     if width > 1024:
         return {}
     alone = functools.partial(usual.alone, width, extra=residual + swish)
-    found: dict[str, Run] = {
+    return {
         "1-warp": functools.partial(usual.backward, how=alone()),
         "1-warp-4-stages": functools.partial(usual.backward, how=alone(stages=4)),
     }
-    if not residual and width <= 512:
-        found["lean-1-warp"] = lambda dy, _, *rest: lean.backward(dy, *rest)
-    return found
 
 
 def _norm(

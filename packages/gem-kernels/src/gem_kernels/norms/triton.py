@@ -25,7 +25,7 @@ __all__ = ["applies", "backward", "backward_with_rows", "backward_with_sums", "c
 
 MAX_WIDTH = 8192
 PARTS = 512  # programs of a backward pass at most, and rows of the first stage's result: 4 on an SM of 128 and more
-ALONE = 0  # bytes of a LayerNorm's row up to which a backward program is one warp (`alone`)
+ALONE = 1536  # bytes of a LayerNorm's row up to which a backward program is one warp (`alone`)
 SUM = Tile(bm=512, bn=8, warps=8, stages=1)  # the second stage: one step for a program, however few columns there are
 SUM_MANY = Tile(bm=2048, bn=8, warps=32, stages=1)  # of the sums of programs of one warp
 
@@ -282,8 +282,6 @@ def compile_cases() -> list[CompileCase]:
     """Both passes at a head's width, a usual width, one that is no power of two, and the widest; then programs of one
     warp.
     """
-    from gem_kernels.norms import lean  # which imports this module
-
     cases = []
     for kind, width, swish in (
         ("rms", 128, False), ("rms", 512, False), ("layer", 384, True), ("layer", 512, False), ("layer", 8192, False),
@@ -298,4 +296,4 @@ def compile_cases() -> list[CompileCase]:
         constants = {"C": 512, "BIAS": True, "BM": t.bm, "BN": t.bn}
         types, divisible = signature(sum_kernel, "bf16", constants)
         cases.append(CompileCase(f"norms sums c512{note}", sum_kernel, types, constants, t, divisible))
-    return [*cases, *lean.compile_cases()]
+    return cases
