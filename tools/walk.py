@@ -101,10 +101,11 @@ WALK = (
     ),
     Stop(
         title="Before training: plan",
-        text="Which layout on a machine that need not be there; FLOPs and lengths are measured on the data. The last "
-        "line trains with it.",
+        text="Which layout, and how many parts of a step, on a machine that need not be there; FLOPs and lengths are "
+        "measured on the data. The last line trains with it.",
         commands=(
-            "gem-train plan large --topology h200-host --gpus 8 --batch 256 --set data.synthetic.events=5000",
+            "gem-train plan large --topology h200-host --gpus 8 --batch 1024 \\\n"
+            "  --set data.synthetic.events=5000 --set optim.accumulate=1",
         ),
     ),
     Stop(
@@ -212,10 +213,7 @@ def shown(output: str, lines: int) -> str:
 
 def main() -> None:
     """Walk and write the page."""
-    parts = [
-        "# A first walk through gem-train",
-        "Every command once, with what it printed. This page is generated: `python tools/walk.py`.",
-    ]
+    parts, total = [], 0.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for stop in WALK:
@@ -223,10 +221,16 @@ def main() -> None:
             parts += [stop.text] if stop.text else []
             for command in stop.commands:
                 output, seconds = run(command, folder, stop.code)
-                print(f"{seconds:6.1f} s  {command[:100]}", flush=True)
+                print(f"{seconds:6.1f} s  {command.splitlines()[0][:100]}", flush=True)
+                total += seconds
                 text = shown(output, stop.lines)
                 parts.append(f"```text\n$ {command}\n{text}\n```".replace("\n\n```", "\n```"))
-    PAGE.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    head = (
+        "# A first walk through gem-train",
+        f"Every command once, with what it printed; all of it took {total:.0f} s on {os.cpu_count()} CPU cores. "
+        "This page is generated: `python tools/walk.py`.",
+    )
+    PAGE.write_text("\n\n".join((*head, *parts)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
