@@ -196,14 +196,15 @@ def test_a_norm_that_writes_fp8_trains_like_the_norm_and_the_layer(norm, wgrad):
 
 @HOPPER
 @pytest.mark.parametrize("rows", [1, 5, 1000])
-@pytest.mark.parametrize(("layer", "cols"), sorted(norms.BY_HAND))
+@pytest.mark.parametrize(("layer", "cols"), sorted({*norms.BY_HAND, *norms.CHOSEN}))
 def test_a_norm_by_hand_writes_what_the_portable_one_writes(layer, cols, rows, monkeypatch):
     x = (torch.randn(rows, cols, device="cuda") * 2 + 0.3).bfloat16()
     gain = torch.rand(cols, device="cuda") + 0.5
     bias = torch.randn(cols, device="cuda") if layer else None
     with poisoned():
         got, found = norms.norm_quantize(x, gain, bias)
-    monkeypatch.setattr(norms, "BY_HAND", {})
+    for table in ("BY_HAND", "CHOSEN"):
+        monkeypatch.setattr(norms, table, {})
     expected, right = norms.norm_quantize(x, gain, bias)
     assert (bits(got.data) != bits(expected.data)).double().mean() < 1e-4  # sums in another order
     assert torch.equal(got.scale, expected.scale)

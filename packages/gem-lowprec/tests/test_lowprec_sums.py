@@ -1,7 +1,10 @@
-"""Variants of the quantiser of both orientations: column sums in one step, and four programs on an SM."""
+"""Variants of the quantiser of both orientations: column sums in one step, and another order of tiles."""
+
+import os
 
 import pytest
 import torch
+from gem_kernels.simulator import simulating
 from gem_kernels.testing import poisoned
 from gem_lowprec import orientations
 from gem_lowprec.bench import problems
@@ -18,7 +21,6 @@ def bits(x):
 
 @pytest.mark.parametrize(("tiles", "cols"), [(1, 3), (5, 40), (600, 17)])
 def test_sums_in_one_step(monkeypatch, tiles, cols):
-    monkeypatch.setattr(orientations, "OWN_SUMS", True)
     partial = torch.randn(tiles, cols, device=DEVICE)
     with poisoned():
         got = orientations._total(partial)
@@ -27,28 +29,37 @@ def test_sums_in_one_step(monkeypatch, tiles, cols):
 
 def test_options_are_put_back():
     seen = []
-    run = problems._with(
-        orientations, lambda: seen.append((orientations.REGISTERS, orientations.OWN_SUMS)), REGISTERS=7
-    )
-    before = orientations.REGISTERS
+    run = problems._with(orientations, lambda: seen.append((orientations.GROUP, orientations.OWN_SUMS)), GROUP=7)
+    before = (orientations.GROUP, orientations.OWN_SUMS)
     run()
     with pytest.raises(ZeroDivisionError):
-        problems._with(orientations, lambda: 1 / 0, REGISTERS=7, OWN_SUMS=True)()
-    assert seen == [(7, False)]
-    assert (before, False) == (orientations.REGISTERS, orientations.OWN_SUMS)
+        problems._with(orientations, lambda: 1 / 0, GROUP=7, OWN_SUMS=False)()
+    assert seen == [(7, True)]
+    assert before == (orientations.GROUP, orientations.OWN_SUMS)
 
 
-@HOPPER
-@pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "cols"), [(1, 8), (300, 144), (5000, 2048)])
-def test_the_same_bits_on_a_card(monkeypatch, rows, cols):
-    x = torch.randn(rows, cols, device="cuda").bfloat16()
+def same(monkeypatch, x, group):
     expected = orientations.quantize_both(x, sums=True)
-    monkeypatch.setattr(orientations, "REGISTERS", problems.FOUR)
-    monkeypatch.setattr(orientations, "OWN_SUMS", True)
+    monkeypatch.setattr(orientations, "GROUP", group)
+    monkeypatch.setattr(orientations, "OWN_SUMS", False)
     with poisoned():
         got = orientations.quantize_both(x, sums=True)
     for name in ("row", "col"):
         assert torch.equal(bits(getattr(got, name).data), bits(getattr(expected, name).data))
         assert torch.equal(getattr(got, name).scale, getattr(expected, name).scale)
     torch.testing.assert_close(got.sums, expected.sums, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the other test has it on a card")
+def test_the_same_bits_in_the_simulator(monkeypatch):
+    monkeypatch.setattr(orientations, "hardware", lambda _device: True)
+    x = torch.randn(700, 144, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with simulating(seed=1):
+        same(monkeypatch, x, 4)  # six tiles of rows: a group of four and one of two
+
+
+@HOPPER
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(1, 8), (300, 144), (5000, 2048)])
+def test_the_same_bits_on_a_card(monkeypatch, rows, cols):
+    same(monkeypatch, torch.randn(rows, cols, device="cuda").bfloat16(), 4)

@@ -30,8 +30,8 @@ BY_HAND = {
     (True, 512): (4, 4, 1), (True, 1024): (2, 4, 1), (True, 2048): (1, 4, 1),
     (False, 512): (2, 1, 1), (False, 1024): (2, 1, 1), (False, 2048): (1, 1, 1),
 }  # fmt: skip
-# Norms that `norms_warps` is faster at, likewise, and which of its ways it is: none, until a card has timed them.
-CHOSEN: dict[tuple[bool, int], str] = {}
+# Norms that `norms_warps` is faster at, likewise, and which of its ways it is.
+CHOSEN = {(True, 1024): "2 rows ahead", (True, 2048): "16 warps ahead", (False, 4096): "20 warps"}
 ELEMENTS, WARPS = 2048, 2  # of a program: rows stay inside a warp or two, and enough programs share an SM
 
 

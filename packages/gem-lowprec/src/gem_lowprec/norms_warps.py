@@ -26,13 +26,17 @@ from gem_lowprec.tiles import INFINITY, _add, _larger
 __all__ = ["WAYS", "Way", "constants", "norm_kernel", "run"]
 
 SMS = 132
+# Memory is not moved across it: loads before it are issued before it, where the compiler would have them later, for
+# fewer registers.
+STAY = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """Rows that a warp has at once, warps of a program, programs on an SM at once, registers of a thread that allow
-    them. `ahead`: the next rows are loaded while these are computed. `packed`: rows stay as they came, two numbers a
-    register, and are widened again for each thing that is done with them.
+    them. `ahead`: the next rows are loaded while these are computed, with `early` where the code says so and not where
+    the compiler would have it. `packed`: rows stay as they came, two numbers a register, and are widened again for each
+    thing that is done with them.
     """
 
     rows: int = 1
@@ -40,23 +44,32 @@ class Way:
     resident: int = 4
     registers: int = 128
     ahead: bool = False
+    early: bool = False
     packed: bool = False
 
 
 # By whether there is a bias and by width.
 WAYS = {
     (True, 1024): {
-        "2 rows": Way(rows=2, resident=5, registers=96),
-        "1 row": Way(rows=1, resident=6, registers=80),
         "2 rows ahead": Way(rows=2, ahead=True),
+        "2 rows early": Way(rows=2, ahead=True, early=True),
+        "2 rows ahead, 18 warps": Way(rows=2, warps=2, resident=9, registers=112, ahead=True),
+        "1 row early": Way(resident=5, registers=96, ahead=True, early=True),
     },
     (True, 2048): {
-        "20 warps": Way(resident=5, registers=96), "16 warps": Way(), "16 warps ahead": Way(ahead=True),
+        "16 warps ahead": Way(ahead=True),
+        "16 warps early": Way(ahead=True, early=True),
+        "18 warps ahead": Way(warps=2, resident=9, registers=112, ahead=True),
+        "18 warps early": Way(warps=2, resident=9, registers=112, ahead=True, early=True),
     },
     (True, 4096): {"12 warps": Way(resident=3, registers=168, packed=True)},
-    (False, 2048): {"20 warps": Way(resident=5, registers=96), "16 warps ahead": Way(ahead=True)},
+    (False, 2048): {
+        "20 warps": Way(resident=5, registers=96), "16 warps early": Way(ahead=True, early=True),
+    },
     (False, 4096): {
-        "20 warps": Way(resident=5, registers=96, packed=True), "16 warps": Way(registers=96, packed=True),
+        "20 warps": Way(resident=5, registers=96, packed=True),
+        "18 warps": Way(warps=2, resident=9, registers=112, packed=True),
+        "12 warps early": Way(resident=3, registers=168, packed=True, ahead=True, early=True),
     },
 }  # fmt: skip
 
@@ -64,7 +77,7 @@ WAYS = {
 def constants(layer: bool, cols: int, mode: ScaleMode, way: Way) -> dict[str, Any]:
     """The kernel's."""
     return {
-        "RW": way.rows, "TK": cols, "WARPS": way.warps, "AHEAD": way.ahead, "PACKED": way.packed,
+        "RW": way.rows, "TK": cols, "WARPS": way.warps, "AHEAD": way.ahead, "EARLY": way.early, "PACKED": way.packed,
         "NORM": 2 if layer else 1,
         "THRESHOLD": threshold(E4M3, mode), "EMAX": E4M3.emax,
     }  # fmt: skip
@@ -157,7 +170,7 @@ def _mean(x, HEIGHT: gl.constexpr, TK: gl.constexpr, OF_ROW: gl.constexpr):
 @gluon.jit(do_not_specialize=["rows", "pitch", "tiles", "shift", "mask"])
 def norm_kernel(
     x_ptr, gain_ptr, bias_ptr, data_ptr, scale_ptr, mean_ptr, rstd_ptr, rows, x_row, pitch, eps, tiles,
-    shift, mask, RW: gl.constexpr, TK: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    shift, mask, RW: gl.constexpr, TK: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
     PACKED: gl.constexpr, NORM: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
 ):  # fmt: skip
     """As `tiles.norm_kernel`; a tile is RW rows of each warp."""
@@ -169,12 +182,6 @@ def norm_kernel(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HEIGHT: gl.constexpr = WARPS * RW
     PIECES: gl.constexpr = TK // 256
-    gain_buf = gl.allocate_shared_memory(gl.float32, [TK], LINE)
-    _fill(gain_buf, gain_ptr, TK, WARPS)
-    if NORM == 2:
-        bias_buf = gl.allocate_shared_memory(gl.float32, [TK], LINE)
-        _fill(bias_buf, bias_ptr, TK, WARPS)
-    tl.debug_barrier()  # the compiler's own would be in the loop
     own = gl.arange(0, HEIGHT, OF_ROW)
     b = gl.arange(0, 2, OF_BLOCK)
     c = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, L)))
@@ -182,12 +189,20 @@ def norm_kernel(
     block = b.to(gl.int64) * pitch
     first = gl.program_id(0)
     step = gl.num_programs(0)
-    if AHEAD:
+    if AHEAD:  # before gain and bias: they come in the same time
         after = _rows(x_ptr, own, first, rows, x_row, col, HEIGHT, PIECES)
+    gain_buf = gl.allocate_shared_memory(gl.float32, [TK], LINE)
+    _fill(gain_buf, gain_ptr, TK, WARPS)
+    if NORM == 2:
+        bias_buf = gl.allocate_shared_memory(gl.float32, [TK], LINE)
+        _fill(bias_buf, bias_ptr, TK, WARPS)
+    tl.debug_barrier()  # the compiler's own would be in the loop
     for tile in range(first, tiles, step):
         if AHEAD:
             x = after
             after = _rows(x_ptr, own, gl.minimum(tile + step, tiles - 1), rows, x_row, col, HEIGHT, PIECES)
+            if EARLY:
+                gl.inline_asm_elementwise(STAY, "=r,r", [own], gl.int32, is_pure=False, pack=1)
         else:
             x = _rows(x_ptr, own, tile, rows, x_row, col, HEIGHT, PIECES)
         r = gl.minimum(own + tile * HEIGHT, rows - 1)

@@ -29,7 +29,8 @@ from gem_lowprec.quantize import FP8_1X128, FP8_128X128, QTensor, QuantSpec
 
 BLOCK = 128
 LINES = ("_ptr", "x_row", "row_row", "cols", "col_row")  # multiples of 16
-OWN_SUMS = False  # whether a kernel of one step adds up the tiles' column sums, and not torch; no card has timed it
+OWN_SUMS = True  # whether a kernel of one step adds up the tiles' column sums, and not torch
+GROUP = 1  # of tiles below each other that programs take one after the other, before the next ones of a line
 REGISTERS = {4: 168, 8: 80}  # of a thread of the kernel by hand, by its warps: three programs on an SM
 
 
@@ -264,6 +265,7 @@ def _hand_constants(row: QuantSpec | None, col: QuantSpec | None, *, sums: bool,
     return {
         "ROW": _way(row), "COL": _way(col), "SUMS": sums, "NORM": norm, "THRESHOLD": threshold(E4M3, spec.mode),
         "EMAX": E4M3.emax, "WARPS": 8 if row and col else 4,  # docs/notes/lowprec.md, "Quantisers"
+        "GROUP": GROUP,
     }  # fmt: skip
 
 

@@ -65,10 +65,11 @@ def both_kernel(
     x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
     rows, cols, x_row, row_row, row_pitch, col_row, col_pitch,
     THRESHOLD: gl.constexpr, EMAX: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, SUMS: gl.constexpr,
-    NORM: gl.constexpr, WARPS: gl.constexpr,
+    NORM: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One tile of 128 x 128 per program of WARPS warps, 4 or 8; scales are powers of two. ROW, COL: 1 for blocks of
-    1 x 128, 2 for the whole tile, whose scale is written once if it serves both.
+    1 x 128, 2 for the whole tile, whose scale is written once if it serves both. GROUP: so many tiles below each other
+    come before the next ones of a line.
     """
     L: gl.constexpr = gl.BlockedLayout([16, 32 // WARPS], [8, 4], [1, WARPS], [1, 0])
     # The same owners, transposed, rows of x first in a thread's registers.
@@ -86,6 +87,12 @@ def both_kernel(
     across = gl.cdiv(cols, 128)
     tile_row = gl.program_id(0) // across
     tile_col = gl.program_id(0) - tile_row * across
+    if GROUP > 1:
+        group = gl.program_id(0) // (across * GROUP) * GROUP
+        height = gl.minimum(gl.cdiv(rows, 128) - group, GROUP)
+        place = gl.program_id(0) - group * across
+        tile_row = group + place % height
+        tile_col = place // height
     first = tile_row * 128
     left = tile_col * 128
     if ROW:

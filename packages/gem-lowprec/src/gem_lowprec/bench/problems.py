@@ -31,9 +31,6 @@ from gem_lowprec.recipe import Recipe, Rule
 
 TOKENS = 65536
 SIZES = (1024, 2048, 4096)
-# Rows of a warp and warps on an SM of the norm that runs by default, to be timed with programs that run all at once.
-WAVE = {(True, 512): (4, 12), (True, 1024): (2, 9), (True, 2048): (1, 8)}
-FOUR = {4: 128, 8: 64}  # registers of a thread, by warps, that let an SM have four programs of the quantiser
 CHECKED = 512  # rows of a large product that are compared with float64
 
 
@@ -177,10 +174,11 @@ def quantiser(name: str, device: torch.device, rows: int, cols: int) -> Problem:
         "1x128 both, 128x128 transposed": {"col_spec": FP8_128X128}, "128x128 both": {"spec": FP8_128X128},
     }  # fmt: skip
     runs: dict[str, Run] = {v: partial(quantize_both, x, **o) for v, o in both.items()}
-    for variant, base, options in (  # beside what runs by default: four programs on an SM, sums in one step
-        ("1x128 both, four", "1x128 both", {"REGISTERS": FOUR}),
-        ("1x128 both, sums, own", "1x128 both, sums", {"OWN_SUMS": True}),
-        ("1x128 both, sums, own, four", "1x128 both, sums", {"OWN_SUMS": True, "REGISTERS": FOUR}),
+    for variant, base, options in (  # beside what runs by default
+        ("1x128 both, groups of 4", "1x128 both", {"GROUP": 4}),
+        ("1x128 both, groups of 16", "1x128 both", {"GROUP": 16}),
+        ("1x128 both, sums, groups of 4", "1x128 both, sums", {"GROUP": 4}),
+        ("1x128 both, sums by torch", "1x128 both, sums", {"OWN_SUMS": False}),
     ):
         both[variant], runs[variant] = both[base], _with(orientations, runs[base], **options)
     runs |= {v: partial(quantize, x, s) for v, s in specs.items()}
@@ -227,12 +225,10 @@ def norm(name: str, device: torch.device, rows: int, cols: int, *, layer: bool) 
         return norm_quantize(x, gain, bias, eps=1e-6)[0]
 
     runs: dict[str, Run] = {"norm to fp8": run}
+    if (layer, cols) in norms.CHOSEN:
+        runs["as before"] = _with(norms, run, CHOSEN={})
     for way in norms_warps.WAYS.get((layer, cols), ()):
         runs[way] = _with(norms, run, CHOSEN={(layer, cols): way})
-    if (layer, cols) in WAVE and rows >= 1024:
-        height, resident = WAVE[layer, cols]
-        steps = -(-rows // (height * resident * norms_warps.SMS))
-        runs["one wave"] = _with(norms, run, BY_HAND={(layer, cols): (height, steps, 1)})
 
     def check(variant: str) -> float:
         part = x[:CHECKED].double()
