@@ -235,43 +235,9 @@ def alone(bench: Bench, rank: int, experts: list[int], shares: list[int]) -> Alo
 
 
 def described(bench: Bench, experts: int, batch: RandomBatch, precision: str) -> ModelSpec:
-    """The planner's view; of an ensemble's experts, which are all of one kind, as such.
-
-    What one costs is the difference between ensembles of n and of n / 2.
-    """
-    replayed = precision == "bf16"
-
-    def spec(config: Any) -> ModelSpec:
-        return describe(bench.args.model, config, bench.inputs, batch, precision=precision, replayed=replayed)
-
-    whole = bench.shape(experts)
-    found = spec(whole)
-    if experts == 1:
-        return found
-    count = len(whole.experts)
-    fewer = spec(replace(whole, experts=whole.experts[: count // 2]))
-    model = GEM(whole, bench.inputs, device="meta")
-    layers = []
-    for unit, less in zip(found.layers, fewer.layers, strict=True):
-        if unit.params == less.params:
-            layers.append(unit)
-            continue
-        params = (unit.params - less.params) // (count - count // 2)
-        flops = (unit.flops - less.flops) / (count - count // 2)
-        mixing: Any = model.get_submodule(f"{unit.name}.interaction.proj")
-        tokens = mixing.weight.shape  # [M, N] of [B, N, d] -> [B, M, d]
-        layers.append(
-            replace(
-                unit,
-                params=unit.params - count * params,
-                flops=unit.flops - count * flops,
-                experts=count,
-                expert_params=params,
-                expert_flops=flops,
-                expert_io_bytes=float(sum(tokens) * whole.width * (2 if replayed else 4)),
-            )
-        )
-    return replace(found, layers=tuple(layers))
+    """The planner's view."""
+    config = bench.shape(experts)
+    return describe(bench.args.model, config, bench.inputs, batch, precision=precision, replayed=precision == "bf16")
 
 
 def forget(parallel: ParallelModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
@@ -11,20 +12,22 @@ import torch
 from gem_model import GEM, ModelInputs, Source, Table, preset
 from gem_model.config import TowerConfig
 from gem_model.flops import batch_flops
+from gem_model.presets import workload
 from gem_model.replay_sharded import ShardedReplay
 from gem_model.roles import roles
 from gem_model.testing import example_inputs, random_batch
 from gem_model.testing_graphs import CpuGraphs
-from gem_parallel import Layout, ModelSpec, ParallelConfig, Profile, RowWiseAdagrad, parallelize, start
+from gem_parallel import Layout, ModelSpec, ParallelConfig, Profile, RowWiseAdagrad, parallelize, plan, start
 from gem_parallel.dense.mesh import make_mesh
 from gem_parallel.dense.units import shard_dense
 from gem_parallel.planning.layout import memory, place_tables
 from gem_parallel.sparse.sharding import find_tables
 from gem_train.cli import main
+from gem_train.cli.plan import topology
 from gem_train.config import RunConfig, override, to_toml
 from gem_train.data import open_data
 from gem_train.inputs import model_inputs
-from gem_train.planning import INPUTS, activations, as_toml, describe, describe_model, sample
+from gem_train.planning import INPUTS, activations, as_toml, describe, describe_model, sample, settings
 from gem_train.testing import tiny_config
 
 HOST = """
@@ -141,7 +144,9 @@ def test_the_plan_knows_the_copies_that_replayed_layers_keep(precision):
         held = [{t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in w.fixed} for w in replay.weights]
     counted = {f"layers.{i}": sum(buffers.values()) for i, buffers in enumerate(held)}
     assert {u.name: u.kept_bytes for u in spec.units if u.kept_bytes} == counted
-    share = sum(counted.values()) / (4 * sum(u.params for u in spec.units if u.name in counted))
+    share = sum(counted.values()) / (
+        4 * sum(u.params + u.experts * u.expert_params for u in spec.units if u.name in counted)
+    )
     assert (0.5 if precision == "bf16" else 1) < share < (0.75 if precision == "bf16" else 1.1)
     layout = Layout(world=4, fsdp=2, table_shard=4)
     found = memory(spec, layout, place_tables(spec, 4), 8, Profile())
@@ -149,6 +154,59 @@ def test_the_plan_knows_the_copies_that_replayed_layers_keep(precision):
         describe("tiny", config, inputs, batch, precision=precision), layout, place_tables(spec, 4), 8, Profile()
     )
     assert found["peak"] - plain["peak"] == sum(counted.values()) == found["kept parameters"]
+
+
+@pytest.mark.parametrize("experts", [("wukong", "wukong"), ("wukong", "dcn", "attention")])
+def test_the_plan_knows_experts_and_may_spread_them(experts):
+    """Of several kinds they count as equal ones; together they are what the model has and does."""
+    inputs = example_inputs()
+    config = preset("small", dropout=0.0, experts=experts)
+    batch = random_batch(inputs, 6, seed=1)
+    spec = describe("small", config, inputs, batch, precision="fp32")
+    model = GEM(config, inputs, device="meta")
+    of: dict[str, int] = dict.fromkeys(("dense", "expert", "table"), 0)
+    for name, role in roles(model).items():
+        of[role] += model.get_parameter(name).numel()
+    assert spec.dense_params + spec.expert_params == of["dense"] + of["expert"]
+    assert 0 <= of["expert"] - spec.expert_params < len(experts) * config.layers  # what does not divide
+    assert {u.experts for u in spec.units} == {0, len(experts)}
+    lengths = {s.name: batch.sequences[s.name].offsets.diff().tolist() for s in inputs.sources}
+    assert spec.flops == pytest.approx(batch_flops(config, inputs, lengths) / 6)
+    one = describe("small", dataclasses.replace(config, experts=experts[:1]), inputs, batch, precision="fp32")
+    if len(set(experts)) == 1:
+        assert [u.flops for u in spec.units] == pytest.approx([u.flops for u in one.units])
+        assert [u.expert_flops for u in spec.units] == pytest.approx([u.expert_flops for u in one.units])
+    assert not describe("small", preset("small"), inputs, batch, precision="fp32").expert_params
+    layout = Layout(world=6, fsdp=6, ep=len(experts), table_shard=6)
+    assert f"parallel.experts={len(experts)}" in settings(layout)
+
+
+def test_the_trillion_parameter_preset_is_planned_for_4096_within_two_seconds():
+    work = workload("gem-1t")
+    few = {source: lengths[:4] for source, lengths in work.lengths().items()}
+    batch = random_batch(work.inputs, 4, lengths=few, single_valued=True)
+    spec = describe("gem-1t", preset("gem-1t"), work.inputs, batch, precision="bf16")
+    assert spec.table_params + spec.expert_params > 1.2e12
+    machine = topology("cluster-4096")
+    began = time.process_time()
+    found = plan(spec, machine, 256, strategies=("v1", "v3"))
+    assert time.process_time() - began < 2
+    assert found.layout.ep == 8  # experts for the cards of a host
+    assert found.layout.parts > 1
+    assert found.best.memory["peak"] <= found.budget
+    dense = dataclasses.replace(
+        spec,
+        layers=tuple(
+            dataclasses.replace(
+                u,
+                params=u.params + u.experts * u.expert_params,
+                flops=u.flops + u.experts * u.expert_flops,
+                **dict.fromkeys(("experts", "expert_params", "expert_flops", "expert_io_bytes"), 0),
+            )
+            for u in spec.layers
+        ),
+    )
+    assert plan(dense, machine, 256, strategies=("v1", "v3")).best.step_s > 2 * found.best.step_s
 
 
 def test_only_configurations_that_cards_replay_keep_copies(described):

@@ -57,11 +57,23 @@ def describe(
     count = len(batch.labels)
     lengths = {s.name: batch.sequences[s.name].offsets.diff().tolist() for s in inputs.sources}
     units = [*(f"layers.{i}" for i in range(config.layers)), "heads"]
-    flops = dict.fromkeys([INPUTS, *units], 0.0)
-    for part, n in unit_flops(config, inputs, lengths, batch_size=count).items():
-        flops[part if part in flops else INPUTS] += n / count
+    flops = flops_of_units(config, inputs, lengths, count, units)
     model = GEM(config, inputs, device="meta")
-    params = parameters(model, units)
+    params, of_experts = (parameters(model, units, role) for role in ("dense", "expert"))
+    spread: dict[str, dict[str, Any]] = {}
+    if n := len(config.experts):  # the planner's are all alike: the mean of these
+        twice = flops_of_units(dataclasses.replace(config, experts=config.experts * 2), inputs, lengths, count, units)
+        for unit in (unit for unit in units if of_experts[unit]):
+            mixing: Any = model.get_submodule(f"{unit}.interaction.proj")
+            tokens = mixing.weight.shape  # [M, N]: [B, N, d] -> [B, M, d]
+            spread[unit] = {
+                "experts": n,
+                "expert_params": of_experts[unit] // n,
+                "expert_flops": (twice[unit] - flops[unit]) / n,
+                "expert_io_bytes": float(sum(tokens) * config.width * (2 if precision == "bf16" else 4)),
+            }
+            params[unit] += of_experts[unit] % n
+            flops[unit] -= twice[unit] - flops[unit]
     copies = kept_parameters(model, precision) if replayed else {}
     means = {source: float(np.mean(n)) for source, n in lengths.items()}
     kept = activations(config, inputs, means)
@@ -74,6 +86,7 @@ def describe(
                 params=params[unit],
                 activation_bytes=kept[unit] * KEPT_BYTES[precision],
                 kept_bytes=copies.get(unit, 0.0),
+                **spread.get(unit, {}),
             )
             for unit in flops
         ),
@@ -95,14 +108,21 @@ def sample(data: Data, max_history: int) -> JaggedBatch:
     return Collator(data.log, max_history=max_history)(chosen)
 
 
-def parameters(model: GEM, units: list[str]) -> dict[str, int]:
-    """Dense parameters of each unit, and of what belongs to none.
+def flops_of_units(
+    config: GemConfig, inputs: ModelInputs, lengths: Mapping[str, list[int]], count: int, units: list[str]
+) -> dict[str, float]:
+    """Useful forward FLOPs of a sample in each unit, and in what belongs to none, from the lengths of `count`."""
+    found = dict.fromkeys([INPUTS, *units], 0.0)
+    for part, n in unit_flops(config, inputs, lengths, batch_size=count).items():
+        found[part if part in found else INPUTS] += n / count
+    return found
 
-    Interaction experts count as dense: they are of several kinds, and the planner spreads equal ones.
-    """
+
+def parameters(model: GEM, units: list[str], kind: str) -> dict[str, int]:
+    """Parameters with the role `kind` ("dense", "expert") in each unit, and in what belongs to none."""
     role, found = roles(model), dict.fromkeys([INPUTS, *units], 0)
     for name, parameter in model.named_parameters():
-        if role[name] != "table":
+        if role[name] == kind:
             found[next((u for u in units if name.startswith(f"{u}.")), INPUTS)] += parameter.numel()
     return found
 
@@ -209,6 +229,7 @@ def settings(layout: Layout) -> list[str]:
     found = {
         "optim.accumulate": layout.parts,
         "parallel.shard_group": layout.fsdp,
+        "parallel.experts": layout.ep,
         "parallel.table_strategy": layout.strategy,
         "parallel.table_copies": layout.table_copies,
         "parallel.table_copies_inside": str(layout.copies_inside).lower(),
