@@ -264,9 +264,12 @@ def test_the_command_of_a_plan_starts_every_device_with_its_samples(recipe, tmp_
     hosts = tmp_path / "hosts.toml"
     more = '[[tiers]]\nname = "racks"\nsize = 8\nbandwidth_gbps = 50.0\nlatency_us = 8.0\n'
     hosts.write_text(HOST.format(memory=80_000_000_000) + more)
-    assert main(["plan", "--config", recipe, "--topology", str(hosts), "--batch", "64"]) == 0
-    run = f"torchrun --nnodes 2 --nproc_per_node 4 -m gem_train run --config {recipe} --set data.batch_size=512 "
-    assert run in capsys.readouterr().out
+    change = ["--set", "optim.accumulate=1", "--set", "optim.lr=0.1"]
+    assert main(["plan", "--config", recipe, "--topology", str(hosts), "--batch", "64", *change]) == 0
+    run = f"torchrun --nnodes 2 --nproc_per_node 4 -m gem_train run --config {recipe} --set optim.lr=0.1 "
+    text = capsys.readouterr().out
+    assert run + "--set data.batch_size=512 " in text
+    assert text.count("optim.accumulate") == 1
     assert main(["plan", "--config", recipe, "--topology", str(hosts), "--gpus", "1", "--batch", "32"]) == 0
     assert f"run it     gem-train run --config {recipe} --set optim.accumulate=1 " in capsys.readouterr().out
 

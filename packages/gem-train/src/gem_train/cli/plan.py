@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.resources
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,9 +65,11 @@ def plan(config: RunConfig, arguments: argparse.Namespace) -> int:
             print(f"gem-train: {error}", file=sys.stderr)
             return 1
     named = arguments.recipe or f"--config {arguments.config}"
-    more = [*arguments.set, *([] if batch * world == config.data.batch_size else [f"data.batch_size={batch * world}"])]
-    more += [*settings(found.layout), *([] if found.model == spec else ["train.cuda_graphs=off"])]
-    run = " ".join([launcher(machine, world), "run", named, *(f"--set {s}" for s in more)])
+    planned = [] if batch * world == config.data.batch_size else [f"data.batch_size={batch * world}"]
+    planned += [*settings(found.layout), *([] if found.model == spec else ["train.cuda_graphs=off"])]
+    keys = {setting.partition("=")[0] for setting in planned}
+    more = [*(s for s in arguments.set if s.partition("=")[0] not in keys), *planned]
+    run = " ".join([launcher(machine, world), "run", named, *(f"--set {shlex.quote(s)}" for s in more)])
     print(json.dumps(finite(dataclasses.asdict(found)), indent=2) if arguments.json else render(found, notes, run))
     return 0
 
