@@ -212,6 +212,11 @@ def test_bench_from_the_command_line_and_what_the_planner_reads(cache, tmp_path,
     assert [p["batch"] for p in points] == [1, 16]
     assert points[1]["forward_ms"] == layer["forward_s"] * 1e3
     assert points[1]["backward_ms"] == max(0.0, layer["seconds"] - layer["forward_s"]) * 1e3
+    known = {u["name"] for u in found["units"] if u["name"].startswith(("layers.", "heads"))}
+    rest = [u for u in found["units"] if u["name"] not in known]
+    assert {u.name for u in profile.units} == {"inputs", *known}
+    (whole,) = (u for u in found["profile"]["units"] if (u["name"], u["batch"]) == ("inputs", 16))
+    assert whole["forward_ms"] == pytest.approx(sum(u["forward_s"] for u in rest) * 1e3)
     fitted = profile.unit("layers.0")
     forward = least_relative_squares([(p["batch"], p["forward_ms"] * 1e-3) for p in points])
     backward = least_relative_squares([(p["batch"], (p["backward_ms"] or 1e-3) * 1e-3) for p in points])

@@ -387,6 +387,14 @@ def test_a_source_that_is_not_there_is_a_reason(cache):
     assert "not measured" in results.line(row)
 
 
+def test_a_batch_of_random_lengths_is_not_said_to_be_balanced(cache):
+    rungs = (Rung(name="dealt", what="", settings=("data.balance=bbs",)),)
+    options = Options(fill={"events": 9}, steps=1, train_steps=0)
+    with start("cpu", 30) as runtime:
+        (row,) = climb(tiny_config(cache), runtime, options, report=lambda row: None, rungs=rungs)
+    assert row["reason"] == "--fill makes one batch for each rank, which nobody deals"
+
+
 @pytest.mark.parametrize("operators", [Operators(), PEERS], ids=["ours", "plain"])
 def test_what_works_on_events_compiles_into_two_graphs(operators):
     """One of the sequence layers and one of the poolings, for all layers, sources and lengths, without a break."""

@@ -8,7 +8,7 @@ keeps is an estimate (`activations`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +99,18 @@ def describe(
 def without_graphs(spec: ModelSpec) -> ModelSpec:
     """The same model where layers are launched kernel by kernel, which takes no copies of their parameters."""
     return dataclasses.replace(spec, layers=tuple(dataclasses.replace(u, kept_bytes=0.0) for u in spec.layers))
+
+
+def planned_units(rows: Iterable[Mapping[str, Any]], units: Sequence[str]) -> list[dict[str, Any]]:
+    """Measurements of a model's parts alone, as `gem_parallel.Profile` takes them, with those of the parts that belong
+    to no unit added up under the name that the planner knows."""
+    found: dict[tuple[str, float], dict[str, Any]] = {}
+    for row in rows:
+        name = row["name"] if row["name"] in units else INPUTS
+        sums = found.setdefault((name, row["batch"]), {"name": name, "batch": row["batch"]})
+        for key in ("forward_ms", "backward_ms"):
+            sums[key] = sums.get(key, 0.0) + row[key]
+    return list(found.values())
 
 
 def sample(data: Data, max_history: int) -> JaggedBatch:

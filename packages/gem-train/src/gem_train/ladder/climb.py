@@ -95,6 +95,8 @@ def climb(
         reason = rung.missing(here, runtime)
         if rung.settings and not (reason or rung.operators or rung.compile) and here == override(config, base.settings):
             reason = "changes nothing of this recipe"
+        if options.fill and not reason and here.data.balance != override(config, base.settings).data.balance:
+            reason = "--fill makes one batch for each rank, which nobody deals"
         if options.recompute and here.parallel.memory.works:
             reason = "--recompute has its own way of keeping activations"
         chosen = rung.name in options.names if options.names else rung.name not in options.done

@@ -33,6 +33,7 @@ from gem_train.instruments import TRAINING_FLOPS, forward_flops, memory_in_use
 from gem_train.measuring import alone, kernels
 from gem_train.measuring.batches import half_filled
 from gem_train.measuring.waterfall import PARTS, of_a_step, split, trace_step
+from gem_train.planning import planned_units
 from gem_train.trainer import Trainer
 
 WARM_UP = 2  # steps
@@ -247,9 +248,10 @@ def profile(
     trainer: Trainer, units: list[alone.UnitTime], batch: JaggedBatch, copy: nn.Module | None
 ) -> dict[str, Any]:
     """What `gem_parallel.Profile` can take: measured rates in the place of assumed ones."""
+    model: Any = trainer.model.module
     one = alone.time_units(trainer, batch.slice(0, 1), repeats=5, module=copy)
     device = trainer.runtime.device
-    tables = trainer.model.module.get_submodule("tables")
+    tables = model.get_submodule("tables")
     moved = batch.to(device)
 
     def look_up() -> None:
@@ -261,20 +263,21 @@ def profile(
         rows = tables(moved)
         size = 2 * sum(t.nbytes for t in alone.tensors(rows))  # rows are read and written
     share = size / seconds / (Topology.detect(device.type).memory_gbps * 1e9)
+    measured = (
+        {
+            "name": u.name,
+            "batch": size,
+            "forward_ms": u.forward_s * 1e3,
+            "backward_ms": max(0.0, u.seconds - u.forward_s) * 1e3,
+        }
+        for size, times in ((1, one), (batch.batch_size, units))
+        for u in times
+    )
     return {
         "tflops": sum(u.flops for u in units) / sum(u.seconds for u in units) / 1e12,
         "unit_us": statistics.median(u.forward_s for u in one) * 1e6,
         "lookup_efficiency": min(1.0, share),
-        "units": [
-            {
-                "name": u.name,
-                "batch": size,
-                "forward_ms": u.forward_s * 1e3,
-                "backward_ms": max(0.0, u.seconds - u.forward_s) * 1e3,
-            }
-            for size, times in ((1, one), (batch.batch_size, units))
-            for u in times
-        ],
+        "units": planned_units(measured, model.units()),
         "source": f"gem-train bench {trainer.config.recipe} on {_device_name(device)}",
     }
 
