@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gem_model import preset
+from gem_model.presets import workload
+from gem_model.testing import random_batch
 from gem_parallel import Layout, Profile, Topology, predict
+from gem_train.planning import describe, planned_units
 from scaling_cards import units_profile
 from scaling_predict import links
 from scaling_steps import Bench, described
@@ -65,3 +69,23 @@ def test_four_parts_need_the_memory_of_one_and_the_sums(measured, told):
     seen = {n: measured[row]["memory_gib"] for n, row in ((1, "balanced, SMs"), (4, "balanced, SMs, 4 parts"))}
     assert 2 * shard < (seen[4] - seen[1]) * 2**30 < 3 * shard
     assert four["peak"] / 2**30 == pytest.approx(seen[4], rel=0.15)
+
+
+@pytest.mark.parametrize("when", ["", "-b", "-c"])
+def test_the_profile_of_the_bench_is_within_fifteen_percent_of_its_own_step(when):
+    """What `gem-train bench large` measured on one card: parts of the model alone, and a step of four parts of 256."""
+    found = json.loads((BENCHMARKS / f"efficiency-h200-2026-11-30{when}.json").read_text())
+    parts, batch = found["accumulate"], found["batch_size"]
+    assert (found["world"], parts, batch, found["units_batch"]) == (1, 4, 1024, 256)
+    work = workload("large")
+    rng = torch.Generator().manual_seed(0)  # "random, uniform up to"
+    lengths = {s: torch.randint(1, n + 1, (256,), generator=rng).tolist() for s, n in work.longest.items()}
+    samples = random_batch(work.inputs, 256, lengths=lengths, single_valued=True)
+    spec = describe("large", preset("large"), work.inputs, samples, precision="bf16")
+    rates = {key: found["profile"][key] for key in ("tflops", "unit_us", "lookup_efficiency")}
+    names = [unit.name for unit in spec.units]
+    profile = Profile(**rates).measured(units=planned_units(found["profile"]["units"], names))
+    topology = Topology.from_toml(files("gem_parallel") / "examples" / "h200-host.toml")
+    layout = Layout(world=1, fsdp=1, table_shard=1, parts=parts)
+    predicted = predict(spec, topology, layout, batch, profile=profile).step_s
+    assert predicted == pytest.approx(found["step"]["seconds"], rel=0.15)

@@ -23,7 +23,9 @@ from gem_parallel.planning.step import step_ops
 from gem_parallel.planning.timeline import COMPUTE, Op, run
 
 EXAMPLES = files("gem_parallel") / "examples"
-EXACT = Profile(link_efficiency=1.0, message_us=0.0, slowdown=0.0, unit_us=0.0, lookup_efficiency=1.0)
+EXACT = Profile(
+    link_efficiency=1.0, message_us=0.0, slowdown=0.0, unit_us=0.0, lookup_efficiency=1.0, memory_efficiency=1.0
+)
 
 
 def cluster(hosts=8, gpus=4, zone=None, memory=100 << 30, **options):

@@ -18,7 +18,14 @@ from gem_parallel.planning.step import step_ops
 from gem_parallel.planning.timeline import COMPUTE, run
 
 EXACT = Profile(
-    link_efficiency=1.0, message_us=0.0, slowdown=0.0, unit_us=0.0, lookup_efficiency=1.0, reserve_bytes=0, usable=1.0
+    link_efficiency=1.0,
+    message_us=0.0,
+    slowdown=0.0,
+    unit_us=0.0,
+    lookup_efficiency=1.0,
+    memory_efficiency=1.0,
+    reserve_bytes=0,
+    usable=1.0,
 )
 CALM = Disturbance(sigma=0.0, stragglers=0.0, jitter=0.0)
 PARAMS = 10_000_000

@@ -61,6 +61,7 @@ class Profile:
         link_efficiency: share of a tier's bandwidth that a collective attains.
         message_us: microseconds to send one message of an all-to-all, beside its bytes.
         lookup_efficiency: share of the memory bandwidth that table lookups and updates attain.
+        memory_efficiency: the same of what goes over memory in order: the optimizer, sums of gradients, V3's owners.
         slowdown: share of the compute rate that is lost while a collective runs beside it (SMs and memory traffic).
         reserve_bytes: memory taken by the driver, the allocator and communication buffers.
         usable: share of the device memory that may be planned.
@@ -74,6 +75,7 @@ class Profile:
     link_efficiency: float = 0.8
     message_us: float = 1.0
     lookup_efficiency: float = 0.5
+    memory_efficiency: float = 0.5
     slowdown: float = 0.09
     reserve_bytes: int = 6 << 30
     usable: float = 0.92
@@ -82,11 +84,11 @@ class Profile:
     links: tuple[LinkRate, ...] = ()
 
     def __post_init__(self) -> None:
-        for key in ("tflops", "link_efficiency", "lookup_efficiency", "usable"):
+        for key in ("tflops", "link_efficiency", "lookup_efficiency", "memory_efficiency", "usable"):
             require(getattr(self, key) > 0, f"Profile.{key} must be > 0, got {getattr(self, key)!r}")
         for key in ("unit_us", "message_us", "slowdown", "reserve_bytes"):
             require(getattr(self, key) >= 0, f"Profile.{key} must be >= 0, got {getattr(self, key)!r}")
-        for key in ("link_efficiency", "lookup_efficiency", "usable"):
+        for key in ("link_efficiency", "lookup_efficiency", "memory_efficiency", "usable"):
             require(getattr(self, key) <= 1, f"Profile.{key} must be <= 1, got {getattr(self, key)!r}")
         require(self.slowdown < 1, f"Profile.slowdown must be < 1, got {self.slowdown!r}")
 

@@ -48,7 +48,8 @@ class _Step:
         self.profile = profile
         self.rate = profile.tflops * 1e12
         self.fixed = profile.unit_us * 1e-6
-        self.memory_rate = topology.memory_gbps * 1e9 * profile.lookup_efficiency
+        self.memory_rate = topology.memory_gbps * 1e9 * profile.memory_efficiency
+        self.lookup_rate = topology.memory_gbps * 1e9 * profile.lookup_efficiency
         self.groups = layout.groups
         self.gathers = self._gathers(model.units)
         self.ops: list[Op] = []
@@ -113,7 +114,7 @@ class _Step:
             cost = self.links.all_to_all(shard, ids)
             waits = (*waits, self._add("id all-to-all", "sparse", cost, self.before, group=shard))
         look = self._add(
-            "lookup", COMPUTE, read * load.imbalance / self.memory_rate + self.fixed, waits, load="samples"
+            "lookup", COMPUTE, read * load.imbalance / self.lookup_rate + self.fixed, waits, load="samples"
         )
         vectors = 4.0 * self.batch * sum(t.vectors * t.dim * t.count for t in model.tables)
         self.exchange = vectors * load.row_split * load.imbalance
@@ -203,7 +204,7 @@ class _Step:
         if shard.size > 1:
             cost = self.links.all_to_all(shard, self.exchange)
             last = self._add("embedding all-to-all", "sparse", cost, (last,), group=shard)
-        busy = 3.0 * self.read / self.memory_rate + self.fixed  # read the gradient, read and write the rows
+        busy = 3.0 * self.read / self.lookup_rate + self.fixed  # read the gradient, read and write the rows
         last = self._add("table update", COMPUTE, busy, (last,), load="samples")
         size = model.table_params * model.table_bytes / layout.table_shard
         if layout.strategy == "v3" and copies.size > 1:
