@@ -3,6 +3,7 @@
 Trains a recipe of gem-train with its linear layers as they are and in low precision, on the same batches from the same
 weights, and prints the relative difference of the test's NE, in pairs of one seed. Products are emulated on a CPU, with
 the numbers that the formats give anywhere. Finished runs in FOLDER are kept, so that a run can be continued.
+`--draw RUN` writes the plot docs/figures/lowprec-numerics.svg of a run that measured its operands.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -76,10 +78,27 @@ def report(out: Path, names: list[str], seeds: int) -> None:
             )
 
 
+def draw(run: Path) -> str:
+    """How well low precision represents the operands of a run with `lowprec.numerics_every`, as `gem-train report` has
+    it: SVG, in tenths of a point.
+    """
+    from gem_train.report import figures
+    from gem_train.report.page import Figures
+    from gem_train.report.run import Run
+    from gem_train.run_dir import RunDir
+
+    svg = Figures(None).draw("numerics", figures.numerics(Run.read(RunDir(run))))
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    return re.sub(r"\n\s*(L )", r" \1", re.sub(r"(\d+\.\d)\d+", r"\1", svg)).strip() + "\n"
+
+
 def main() -> None:
     """Command line."""
     if sys.argv[1:2] == ["--train"]:
         raise SystemExit(train(sys.argv[2:]))
+    if sys.argv[1:2] == ["--draw"]:
+        (Path(__file__).parent.parent / "docs/figures/lowprec-numerics.svg").write_text(draw(Path(sys.argv[2])))
+        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default="synthetic")
