@@ -34,8 +34,10 @@ __all__ = ["compile_cases", "forward", "takes"]
 FIELDS = gl.constexpr(8)
 SLOTS = 2  # of the rings of keys and values
 REGISTERS = 128  # of a thread at the start: the loader leaves the consumer 232
-SOFTMAX_DIMS = (128,)  # at 64 columns nobody has timed it against `window_forward`, which softmax has besides
-ACROSS = 64  # keys before a query, up to which it pays (docs/notes/block-attention.md)
+SOFTMAX_DIMS = (
+    128,
+)  # of 64 columns `window_forward`, which softmax has besides, is faster (docs/notes/block-attention.md)
+ACROSS = {64: -1, 128: 64}  # keys before a query up to which it pays, by head dimension
 
 
 @gluon.jit
@@ -262,7 +264,7 @@ def forward(
         past_kernel[(min(tiles, 2 * programs(q.device)),)](
             *(window.descriptor(x) for x in (q, k, v, out)), out, out.stride(0), lse, records, tiles, left, 0,
             scale * LOG2E if softmax else scale, out_scale,
-            **_constants(dim, heads, act, left <= ACROSS if across is None else across),
+            **_constants(dim, heads, act, left <= ACROSS[dim] if across is None else across),
             num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     return out, lse
