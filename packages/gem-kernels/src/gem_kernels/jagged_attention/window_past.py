@@ -34,9 +34,7 @@ __all__ = ["compile_cases", "forward", "takes"]
 FIELDS = gl.constexpr(8)
 SLOTS = 2  # of the rings of keys and values
 REGISTERS = 128  # of a thread at the start: the loader leaves the consumer 232
-SOFTMAX_DIMS = (
-    128,
-)  # of 64 columns `window_forward`, which softmax has besides, is faster (docs/notes/block-attention.md)
+SOFTMAX_DIMS = (128,)  # of 64 columns `window_forward` is faster (docs/notes/block-attention.md)
 ACROSS = {64: -1, 128: 64}  # keys before a query up to which it pays, by head dimension
 
 
