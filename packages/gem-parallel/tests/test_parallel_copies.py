@@ -47,6 +47,7 @@ def test_four_ranks(tmp_path, steps):
         ("row_wise", "v3", 4, {"shard_group": 1}, False),
         ("column_wise", "v3", 2, {}, False),
         ("row_wise", "v3", 2, {"table_copies_inside": False}, True),
+        ("table_wise", "v3", 2, {}, True),
         ("column_wise", "v3", 2, {}, True),
         ("column_wise", "v1", 1, {}, False),
         ("row_wise", "v1", 1, {"shard_group": 2}, True),

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
-from gem_parallel import ParallelConfig, RowWiseAdagrad, SparseSGD, parallelize
+from gem_parallel import CommConfig, ParallelConfig, RowWiseAdagrad, SparseSGD, parallelize, start
+from gem_parallel.comm.payload import Fp8Payload
 from gem_parallel.selfcheck import compare
-from gem_parallel.testing import ROWS, UNITS, SmallModel, run_ranks
+from gem_parallel.testing import ROWS, UNITS, SmallModel, relative_error, run_ranks, small_batch
 
 DENSE = [(1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 4, 2), (1, 4, 4), (2, 2, 2)]  # replicate, fsdp, ep
 TABLES = ["v1", "v2", "v3"]
@@ -57,21 +58,32 @@ def options(runtime):
         found[name, strategy] = rounded, plain
     config = ParallelConfig(table_sharding="row_wise", prefetch=2, shard_group=2)
     errors, parallel = compare(runtime, config, steps=3)
+    units = [parallel.module.get_submodule(name)._get_fsdp_state() for name in UNITS]
     ahead = {
-        name: len(parallel.module.get_submodule(name)._get_fsdp_state()._states_to_forward_prefetch) for name in UNITS
+        way: [len(getattr(unit, f"_states_to_{way}")) for unit in units]
+        for way in ("forward_prefetch", "backward_prefetch")
     }
+    rounded = []
+    for comm, payload in ((CommConfig(), None), (CommConfig(), Fp8Payload()), (CommConfig(payload="fp8"), None)):
+        torch.manual_seed(0)
+        model = SmallModel()
+        config = ParallelConfig(table_sharding="row_wise", comm=comm)
+        parallel = parallelize(
+            model, model.roles(), config, runtime, sparse=SparseSGD(lr=0.1), units=UNITS, payload=payload
+        )
+        rounded.append((parallel(small_batch(0).part(runtime.rank, runtime.world)).detach(), parallel.why()))
     memory = {}
     for strategy, copies in (("v1", 1), ("v2", 2), ("v3", 2), ("v3", 4)):
         model = SmallModel()
         config = ParallelConfig(table_sharding="row_wise", table_strategy=strategy, table_copies=copies)
         sparse = RowWiseAdagrad(lr=0.1)
         memory[strategy, copies] = parallelize(model, model.roles(), config, runtime, sparse=sparse).table_memory()
-    return found, errors, ahead, memory
+    return found, errors, ahead, memory, rounded
 
 
 def test_options(tmp_path):
     ranks = run_ranks(4, __file__, "options", tmp_path)
-    for found, errors, ahead, _ in ranks:
+    for found, errors, ahead, _, ((exact, _), (handed, said), (chosen, explained)) in ranks:
         for (name, strategy), (rounded, plain) in found.items():
             unit = {"fp16": 2**-11, "bf16": 2**-8}[name]
             # a difference in the last place of float32 may round the other way, seldom
@@ -80,7 +92,10 @@ def test_options(tmp_path):
             assert plain["loss"] > 3 * rounded["loss"], (name, strategy, rounded, plain)
             assert plain["tables"] > 3 * rounded["tables"], (name, strategy, rounded, plain)
         assert max(errors.values()) < 1e-5
-        assert list(ahead.values()) == [2, 1, 0]
+        assert torch.equal(chosen, handed)
+        assert 1e-4 < relative_error(chosen, exact) < 0.1
+        assert "Fp8Payload" in explained == said
+        assert ahead == {"forward_prefetch": [2, 1, 0], "backward_prefetch": [0, 1, 2]}
     table, moment = sum(ROWS.values()) * 8 * 4, sum(ROWS.values()) * 4
     total = {
         key: {kind: sum(rank[3][key][kind] for rank in ranks) for kind in ("weights", "moments", "working")}
@@ -96,6 +111,17 @@ def test_options(tmp_path):
     for rank in ranks:  # of four, each keeps a quarter
         mine = rank[3]["v3", 4]
         assert (table + moment) / 4 <= mine["weights"] + mine["moments"] <= 1.2 * (table + moment) / 4
+
+
+def test_a_world_of_one_gathers_nothing_to_pack():
+    model, batch = SmallModel(), small_batch(0)
+    with start("cpu", timeout_s=20) as runtime:
+        config = ParallelConfig(comm=CommConfig(payload="fp8"))
+        parallel = parallelize(model, model.roles(), config, runtime, sparse=SparseSGD(lr=0.1), units=UNITS)
+        assert torch.isfinite(parallel(batch)).all()
+        assert "Fp8Payload" not in parallel.why()
+    with pytest.raises(ValueError, match=r"payload must be one of none, fp8, got 'fp4'"):
+        CommConfig(payload="fp4")
 
 
 @pytest.mark.parametrize("change", [{"table_exchange": "int3"}, {"prefetch": -1}, {"experts": 0}, {"table_copies": 0}])

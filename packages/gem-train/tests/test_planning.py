@@ -214,6 +214,8 @@ def test_only_configurations_that_cards_replay_keep_copies(described):
     assert not any(u.kept_bytes for u in spec.units)  # fp32: a machine without cards
     on_cards = describe_model(config, data, precision="bf16")
     assert [u.name for u in on_cards.units if u.kept_bytes] == ["layers.0", "layers.1"]
+    packed = describe_model(override(config, ["parallel.comm.payload=fp8"]), data, precision="bf16")
+    assert packed == dataclasses.replace(on_cards, gather_bytes=1)
     for change in ("train.cuda_graphs=off", "lowprec.numerics_every=5", "parallel.memory.policy=full"):
         other = describe_model(override(config, [change]), data, precision="bf16")
         assert not any(u.kept_bytes for u in other.units), change

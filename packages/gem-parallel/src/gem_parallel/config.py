@@ -9,6 +9,7 @@ TABLE_STRATEGIES = ("v1", "v2", "v3")
 TABLE_EXCHANGES = ("fp32", "fp16", "bf16")
 PRECISIONS = ("fp32", "bf16")
 COLLECTIVES = ("default", "auto", "copy_engine")
+PAYLOADS = ("none", "fp8")
 WINDOW_COPIES = ("read", "written")
 WINDOW_BARRIERS = ("streams", "kernels")
 MEMORY_POLICIES = ("keep", "full", "uniform", "regions")
@@ -131,6 +132,8 @@ class CommConfig:
         reduce_scatter_ctas: at most so many of NCCL's thread blocks for the reduce-scatter, each of which takes an SM
             from the backward pass; 0: NCCL decides.
         all_gather_ctas: the same for all-gathers that go through NCCL, such as those that leave the host.
+        payload: how parameters travel in all-gathers: as they are ("none"), or as E4M3 with a scale per 128 elements
+            ("fp8"); every rank then computes with what was unpacked. Without use where nothing is gathered.
         windows: how many windows of each size the copies take in turn; at least `prefetch` + 2.
         copies: whether ranks "read" parameters from the others' windows, or have them "written" there by the others.
         barriers: how ranks meet at windows: by their "streams", which write and await numbers in one another's memory
@@ -141,6 +144,7 @@ class CommConfig:
     reduce_scatter: str = "default"
     reduce_scatter_ctas: int = 0
     all_gather_ctas: int = 0
+    payload: str = "none"
     windows: int = 4
     copies: str = "read"
     barriers: str = "streams"
@@ -151,7 +155,7 @@ class CommConfig:
                 raise ValueError(
                     f"CommConfig.{key} must be one of {', '.join(COLLECTIVES)}, got {getattr(self, key)!r}"
                 )
-        for key, allowed in (("copies", WINDOW_COPIES), ("barriers", WINDOW_BARRIERS)):
+        for key, allowed in (("payload", PAYLOADS), ("copies", WINDOW_COPIES), ("barriers", WINDOW_BARRIERS)):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"CommConfig.{key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
         for key in ("reduce_scatter_ctas", "all_gather_ctas"):

@@ -13,6 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from gem_parallel.comm.apply import Collectives
 from gem_parallel.comm.fsdp import Payload
+from gem_parallel.comm.payload import Fp8Payload
 from gem_parallel.config import PRECISIONS, ParallelConfig, RowWiseAdagrad, SparseSGD
 from gem_parallel.dense.expert import find_ensembles, is_elsewhere, make_expert_mesh, spread_experts
 from gem_parallel.dense.mesh import make_mesh
@@ -285,7 +286,7 @@ def parallelize(
         precision: "fp32", or "bf16": the units gather and compute in bfloat16 (their floating-point inputs are cast,
             also inside dataclasses) with float32 master weights and reductions. With autocast, leave it "fp32".
         topology: the machine, for the planner; detected by default.
-        payload: how parameters travel in all-gathers, instead of as they are; the units compute with what it unpacks.
+        payload: how parameters travel in all-gathers, instead of config.comm's; units compute with what it unpacks.
         quantiser: of saved activations, in place of the plain FP8 one, when config.memory quantises.
 
     Raises:
@@ -326,6 +327,8 @@ def parallelize(
             agree=lambda plan: runtime.gather(plan, "the memory plan")[0],
         )
     collectives = Collectives(config.comm, runtime)
+    if payload is None and mesh is not None and config.comm.payload == "fp8":
+        payload = Fp8Payload()
     if mesh is not None:
         collectives.install(dmp.module.modules(), payload)
     elif payload is not None:

@@ -44,7 +44,9 @@ def describe_model(config: RunConfig, data: Data, *, precision: str) -> ModelSpe
     inputs = model_inputs(data.schema, config.inputs, max_history=config.data.max_history)
     batch = sample(data, config.data.max_history)
     replayed = precision == "bf16" and not why_launched(config, inputs)
-    return describe(config.recipe, config.model, inputs, batch, precision=precision, replayed=replayed)
+    spec = describe(config.recipe, config.model, inputs, batch, precision=precision, replayed=replayed)
+    packed = config.parallel.comm.payload == "fp8"  # a byte each, and scales
+    return dataclasses.replace(spec, gather_bytes=1) if packed else spec
 
 
 def describe(
