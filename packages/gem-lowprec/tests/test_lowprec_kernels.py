@@ -10,6 +10,7 @@ import pytest
 import torch
 from gem_kernels.testing import poisoned
 from gem_lowprec import (
+    E2M1,
     E5M2,
     FP8_1X128,
     FP8_128X128,
@@ -27,7 +28,8 @@ from gem_lowprec import (
 )
 
 SPECS = [
-    MXFP8, MXFP8_E5M2, MXFP8_SQUARE, FP8_1X128, FP8_128X128, FP8_ROW,
+    MXFP8, MXFP8_E5M2, MXFP8_SQUARE, MXFP4, FP8_1X128, FP8_128X128, FP8_ROW,
+    MXFP4.with_(name="mxfp4_square", block=(32, 32)),
     FP8_1X128.with_(name="float32_1x128", scale="float32"),
     FP8_ROW.with_(name="float32_row", scale="float32"), FP8_ROW.with_(name="pow2_row_e5m2", scale="pow2", element=E5M2),
     FP8_ROW.with_(name="mx_row", scale="e8m0"),
@@ -74,7 +76,7 @@ def test_the_references_bits(spec: QuantSpec, shape: tuple[int, int], dim: int, 
     assert same(got, quantize(x, spec, dim))
 
 
-@pytest.mark.parametrize("spec", [MXFP8, MXFP8_E5M2, FP8_128X128, FP8_ROW], ids=str)
+@pytest.mark.parametrize("spec", [MXFP8, MXFP8_E5M2, MXFP4, FP8_128X128, FP8_ROW], ids=str)
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_stochastic_rounding_uses_the_same_words(spec: QuantSpec, dim: int) -> None:
     x = values(34, 140, seed=1)
@@ -92,7 +94,7 @@ def test_every_scale_mode(mode: ScaleMode) -> None:
     x = values(16, 96, seed=2)
     # Mantissas at and next to the places where the modes change their mind.
     x[6:10, ::32] = torch.tensor([1.0, 1.75, 1.75 + 2**-23, 1.9375])[:, None] * 2.0**9
-    for element_spec in (MXFP8, MXFP8_E5M2):
+    for element_spec in (MXFP8, MXFP8_E5M2, MXFP4):
         spec = element_spec.with_(mode=mode)
         assert same(quantize(x.to(DEVICE), spec, backend="triton"), quantize(x, spec))
 
@@ -103,11 +105,15 @@ def test_every_float16_through_the_rounding() -> None:
     x = codes[codes.isfinite() & (codes.abs() <= 448)].float().reshape(1, -1)
     spec = FP8_ROW.with_(name="mx_row", scale="e8m0")
     assert same(quantize(x.to(DEVICE), spec, backend="triton"), quantize(x, spec))
+    spec, x = spec.with_(element=E2M1), x[x.abs() <= 6].reshape(1, -1)
+    assert same(quantize(x.to(DEVICE), spec, backend="triton"), quantize(x, spec))
 
 
 def test_other_shapes_and_strides() -> None:
     x = values(12, 256).reshape(3, 4, 256).to(DEVICE)
     assert same(quantize(x, MXFP8, backend="triton"), quantize(x.cpu(), MXFP8))
+    assert same(quantize(x[..., :255], MXFP4, backend="triton"), quantize(x[..., :255].cpu(), MXFP4))
+    assert same(quantize(x, MXFP4, 1, backend="triton"), quantize(x.cpu(), MXFP4, 1))
     assert same(quantize(x, FP8_ROW, 1, backend="triton"), quantize(x.cpu(), FP8_ROW, 1))
     strided = values(64, 200).to(DEVICE)[::2, 3:190:3]
     assert same(quantize(strided, MXFP8_SQUARE, backend="triton"), quantize(strided.cpu(), MXFP8_SQUARE))
@@ -120,7 +126,6 @@ def test_other_shapes_and_strides() -> None:
 def test_what_the_kernels_do_not_do_is_refused() -> None:
     x = torch.randn(8, 64, device=DEVICE)
     for bad, spec, why in (
-        (x, MXFP4, "E2M1"),
         (x, FP8_TENSOR, "span several rows"),
         (x, MXFP8.with_(block=(1, 48)), "powers of two"),
         (x[None], MXFP8_SQUARE, "matrices"),

@@ -19,7 +19,7 @@ from gem_kernels.tiling import CompileCase, Tile, launch
 from torch import Tensor
 
 from gem_lowprec.formats import E2M1, E4M3, Format, ScaleMode
-from gem_lowprec.quantize import FP8_1X128, FP8_128X128, FP8_ROW, MXFP8, MXFP8_E5M2, MXFP8_SQUARE, QuantSpec
+from gem_lowprec.quantize import FP8_1X128, FP8_128X128, FP8_ROW, MXFP4, MXFP8, MXFP8_E5M2, MXFP8_SQUARE, QuantSpec
 from gem_lowprec.rounding import Randoms
 
 INFINITY = tl.constexpr(0x7F800000)  # bits of float32
@@ -52,7 +52,7 @@ def _scale_of(amax, LIMIT: tl.constexpr, THRESHOLD: tl.constexpr, EMAX: tl.const
 
 @triton.jit
 def _encode(x, MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr):
-    """float32 -> FP8 code as uint8, to nearest even, saturating at the code LAST; a NaN keeps its sign."""
+    """float32 -> code as uint8, to nearest even, saturating at the code LAST; a NaN is 0x7F and keeps its sign."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = bits & 0x7FFFFFFF
@@ -66,6 +66,20 @@ def _encode(x, MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr):
     code = tl.where(size < ((EMIN + 127) << 23), small, tl.minimum(normal, LAST))
     code = tl.where(size > INFINITY, 0x7F, code)
     return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def _encode_e2m1(x):
+    """Finite float32 -> E2M1 code as int32, to nearest even and saturating.
+
+    The quantum is 1/2 below 2, 1 below 4 and 2 above: that of float32 at 2^22, 2^23 and 2^24, where an addition rounds.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    binade = tl.minimum(tl.maximum(size & 0x7F800000, 127 << 23), 129 << 23)
+    magic = binade + (22 << 23)
+    steps = (size.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - magic
+    return tl.minimum(steps + ((binade - (127 << 23)) >> 22), 7) | ((bits >> 28) & 8)
 
 
 @triton.jit
@@ -90,7 +104,7 @@ def _nearest(x, MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr, 
 
 @triton.jit
 def _encode_stochastic(x, index, seed, step, stream, MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr):
-    """float32 -> FP8 code, rounded away from zero with the probability of the cut-off fraction.
+    """float32 -> code, rounded away from zero with the probability of the cut-off fraction.
 
     Element `index` (int64) uses the word of that index of the Philox sequence, as `rounding.Randoms` counts them.
     """
@@ -117,8 +131,17 @@ def _encode_stochastic(x, index, seed, step, stream, MANTISSA: tl.constexpr, EMI
 
     below = tl.where(short == 0, (size >> (23 - MANTISSA)) - ((EMIN + 126) << MANTISSA), (m >> cut).to(tl.int32))
     code = tl.minimum(below + (word < bound).to(tl.int32), LAST)
-    code = tl.where(size > INFINITY, 0x7F, code)
-    return (code | sign).to(tl.uint8)
+    if MANTISSA == 1:  # finite, as `_encode_e2m1` has it
+        return code | (sign >> 4)
+    else:
+        return (tl.where(size > INFINITY, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _in_pairs(code, TR: tl.constexpr, TK: tl.constexpr):
+    """Codes [TR, TK] of E2M1, two to a byte along the row, the first one low."""
+    low, high = tl.split(tl.reshape(code, [TR, TK // 2, 2]))
+    return (low | (high << 4)).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["seed", "step", "stream", "offset"])
@@ -128,9 +151,11 @@ def _blocks(
     BR: tl.constexpr, BK: tl.constexpr, TR: tl.constexpr, TK: tl.constexpr,
     LIMIT: tl.constexpr, THRESHOLD: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr,
     MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr, STOCHASTIC: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HARDWARE: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """One tile [TR, TK] of whole blocks [BR, BK] per program; data [rows, cols] is row-major."""
+    """One tile [TR, TK] of whole blocks [BR, BK] per program; data [rows, cols] is row-major. PACK: two codes
+    a byte.
+    """
     across = tl.cdiv(cols, TK)
     tile_row, tile_col = tl.program_id(0) // across, tl.program_id(0) % across
     r = tile_row * TR + tl.arange(0, TR)
@@ -143,13 +168,23 @@ def _blocks(
     amax = tl.max(tl.max(tl.reshape(size, [TR // BR, BR, TK // BK, BK]), 3), 1)  # [TR / BR, TK / BK]
     scale, code = _scale_of(amax, LIMIT, THRESHOLD, EMAX, SCALE)
     parts = tl.reshape(x, [TR // BR, BR, TK // BK, BK])
-    scaled = tl.reshape(_over(parts, scale[:, None, :, None], code[:, None, :, None], SCALE), [TR, TK])
+    scaled = _over(parts, scale[:, None, :, None], code[:, None, :, None], SCALE)
+    if PACK:  # E2M1 has no NaN
+        scaled = tl.where((amax >= INFINITY)[:, None, :, None], 0.0, scaled)
+    scaled = tl.reshape(scaled, [TR, TK])
     if STOCHASTIC:
         index = offset.to(tl.int64) + r[:, None].to(tl.int64) * i_row + c[None, :].to(tl.int64) * i_col
         data = _encode_stochastic(scaled, index, seed.to(tl.int64), step, stream, MANTISSA, EMIN, LAST)
+    elif PACK:
+        data = _encode_e2m1(scaled)
     else:
         data = _nearest(scaled, MANTISSA, EMIN, LAST, HARDWARE)
-    tl.store(data_ptr + r[:, None].to(tl.int64) * cols + c[None, :], data, mask=inside)
+    if PACK:
+        half = tile_col * (TK // 2) + tl.arange(0, TK // 2)
+        to = data_ptr + r[:, None].to(tl.int64) * tl.cdiv(cols, 2) + half[None, :]
+        tl.store(to, _in_pairs(data, TR, TK), mask=(r[:, None] < rows) & (half[None, :] * 2 < cols))
+    else:
+        tl.store(data_ptr + r[:, None].to(tl.int64) * cols + c[None, :], data, mask=inside)
 
     br = tile_row * (TR // BR) + tl.arange(0, TR // BR)
     bc = tile_col * (TK // BK) + tl.arange(0, TK // BK)
@@ -167,7 +202,7 @@ def _row_wise(
     TR: tl.constexpr, TK: tl.constexpr,
     LIMIT: tl.constexpr, THRESHOLD: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr,
     MANTISSA: tl.constexpr, EMIN: tl.constexpr, LAST: tl.constexpr, STOCHASTIC: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HARDWARE: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """One scale per row; a program reads its TR rows twice, the second time from cache where they fit."""
     r = tl.program_id(0) * TR + tl.arange(0, TR)
@@ -188,12 +223,21 @@ def _row_wise(
         inside = (r[:, None] < rows) & (c[None, :] < cols)
         x = tl.load(x_rows + c[None, :].to(tl.int64) * x_col, mask=inside, other=0.0).to(tl.float32)
         scaled = _over(x, scale[:, None], code[:, None], SCALE)
+        if PACK:
+            scaled = tl.where((scale != scale)[:, None], 0.0, scaled)
         if STOCHASTIC:
             index = offset.to(tl.int64) + r[:, None].to(tl.int64) * i_row + c[None, :].to(tl.int64) * i_col
             data = _encode_stochastic(scaled, index, seed.to(tl.int64), step, stream, MANTISSA, EMIN, LAST)
+        elif PACK:
+            data = _encode_e2m1(scaled)
         else:
             data = _nearest(scaled, MANTISSA, EMIN, LAST, HARDWARE)
-        tl.store(data_ptr + r[:, None].to(tl.int64) * cols + c[None, :], data, mask=inside)
+        if PACK:
+            half = start // 2 + tl.arange(0, TK // 2)
+            to = data_ptr + r[:, None].to(tl.int64) * tl.cdiv(cols, 2) + half[None, :]
+            tl.store(to, _in_pairs(data, TR, TK), mask=(r[:, None] < rows) & (half[None, :] * 2 < cols))
+        else:
+            tl.store(data_ptr + r[:, None].to(tl.int64) * cols + c[None, :], data, mask=inside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +249,6 @@ class _Launch:
 
 def applies(x: Tensor, spec: QuantSpec, dim: int, randoms: Randoms | None) -> str | None:
     """Why the kernels cannot quantise `x` so; None if they can. Whether they can run here is up to the launch."""
-    if spec.element is E2M1:
-        return "E2M1 elements have no Triton kernel"
     if randoms is not None and x.ndim > 2 and dim != -1:
         return f"stochastic rounding of shape {list(x.shape)} along dim {dim}: only dim -1, or a matrix"
     if randoms is not None and randoms.offset + x.numel() > 1 << 62:
@@ -226,7 +268,8 @@ def applies(x: Tensor, spec: QuantSpec, dim: int, randoms: Randoms | None) -> st
 def quantize_rows(
     x: Tensor, spec: QuantSpec, randoms: Randoms | None, index: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(data [R, K], scale [R / rows, K / k], sizes rounded up) of a matrix x [R, K] with any strides, cut along K.
+    """(data [R, K], scale [R / rows, K / k], sizes rounded up) of a matrix x [R, K] with any strides, cut along K; of
+    E2M1 data is [R, K / 2], rounded up.
 
     Element (r, c) uses the word index[0] r + index[1] c of `randoms`.
     """
@@ -234,7 +277,8 @@ def quantize_rows(
     block_rows, block_cols = spec.block
     down = -(-rows // (block_rows or 1))
     across = 1 if block_cols is None else -(-cols // block_cols)
-    data = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
+    line = -(-cols // 2) if spec.element is E2M1 else cols
+    data = torch.empty(rows, line, dtype=torch.uint8, device=x.device)
     kind = torch.uint8 if spec.scale == "e8m0" else torch.float32
     scale = torch.empty(down, across, dtype=kind, device=x.device)
     plan = _plan(spec, stochastic=randoms is not None, hardware=hardware(x.device))
@@ -285,8 +329,8 @@ def _plan(spec: QuantSpec, *, stochastic: bool, hardware: bool) -> _Launch:
     constants: dict[str, Any] = {
         "LIMIT": element.max, "THRESHOLD": threshold(element, spec.mode), "EMAX": element.emax,
         "SCALE": SCALES[spec.scale], "MANTISSA": p,
-        "EMIN": element.emin, "LAST": 0x7E if element is E4M3 else 0x7B, "STOCHASTIC": stochastic,
-        "HARDWARE": hardware,
+        "EMIN": element.emin, "LAST": {E4M3: 0x7E, E2M1: 7}.get(element, 0x7B), "STOCHASTIC": stochastic,
+        "HARDWARE": hardware and element is not E2M1, "PACK": element is E2M1,
     }  # fmt: skip
     # The random numbers take registers: fewer elements a thread then.
     if block_cols is None:
@@ -305,7 +349,7 @@ def _plan(spec: QuantSpec, *, stochastic: bool, hardware: bool) -> _Launch:
 def compile_cases() -> list[CompileCase]:
     """What `compile_check` builds without a GPU: every built-in format, from BF16."""
     cases = []
-    specs = (MXFP8, MXFP8_E5M2, MXFP8_SQUARE, FP8_1X128, FP8_128X128, FP8_ROW)
+    specs = (MXFP8, MXFP8_E5M2, MXFP8_SQUARE, MXFP4, FP8_1X128, FP8_128X128, FP8_ROW)
     for spec, stochastic in [(s, stochastic) for s in specs for stochastic in (False, True)]:
         plan = _plan(spec, stochastic=stochastic, hardware=True)
         types = {name: "constexpr" if name in plan.constants else "i32" for name in plan.kernel.arg_names}

@@ -148,7 +148,7 @@ def quantize(
     NaN; an all-zero block keeps zeros (E8M0 code 0, or 2^-126).
 
     `backend`: "reference" is plain PyTorch; "triton" is one kernel with the same bits (but for the sign of a NaN), on
-    CUDA or in Triton's interpreter, for FP8 elements in blocks of powers of two up to 128 or in whole rows. None takes
+    CUDA or in Triton's interpreter, for elements in blocks of powers of two up to 128 or in whole rows. None takes
     the kernel on CUDA for what it does, and the reference elsewhere.
 
     Raises TypeError for integers and for arguments of other types, ValueError for shapes the block does not fit, for an
@@ -207,7 +207,7 @@ def _quantize_triton(x: Tensor, spec: QuantSpec, dim: int, randoms: Randoms | No
     index = (matrix.shape[1], 1) if dim == -1 else (1, matrix.shape[0])
     data, scale = kernels.quantize_rows(matrix, spec, randoms, index)
     if moved.ndim != 2:
-        data, scale = data.view(moved.shape), scale.view(*moved.shape[:-1], scale.shape[-1])
+        data, scale = data.view(*moved.shape[:-1], data.shape[-1]), scale.view(*moved.shape[:-1], scale.shape[-1])
     data, scale = data.movedim(-1, dim), scale.movedim(-1, dim)
     return QTensor(data=data, scale=scale, spec=spec, dim=dim, shape=x.shape, dtype=x.dtype)
 

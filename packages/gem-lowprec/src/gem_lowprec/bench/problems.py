@@ -26,7 +26,17 @@ from gem_lowprec.linear import LowPrecisionLinear
 from gem_lowprec.norms import norm_quantize
 from gem_lowprec.orientations import quantize_both
 from gem_lowprec.products import Products
-from gem_lowprec.quantize import FP8_1X128, FP8_128X128, FP8_ROW, MXFP8, MXFP8_SQUARE, QTensor, QuantSpec, quantize
+from gem_lowprec.quantize import (
+    FP8_1X128,
+    FP8_128X128,
+    FP8_ROW,
+    MXFP4,
+    MXFP8,
+    MXFP8_SQUARE,
+    QTensor,
+    QuantSpec,
+    quantize,
+)
 from gem_lowprec.recipe import Recipe, Rule
 
 TOKENS = 65536
@@ -167,7 +177,7 @@ def _with(module: ModuleType, run: Run, **options: Any) -> Run:
 def quantiser(name: str, device: torch.device, rows: int, cols: int) -> Problem:
     """One pass over [rows, cols] in BF16."""
     x = _normal(device, rows, cols)
-    specs = {"row-wise": FP8_ROW, "mxfp8": MXFP8, "mxfp8 square": MXFP8_SQUARE}
+    specs = {"row-wise": FP8_ROW, "mxfp8": MXFP8, "mxfp8 square": MXFP8_SQUARE, "mxfp4": MXFP4}
     both: dict[str, dict[str, Any]] = {
         "1x128": {"col": False}, "1x128 both": {}, "1x128 both, sums": {"sums": True},
         "1x128 transposed": {"row": False},
@@ -205,7 +215,11 @@ def quantiser(name: str, device: torch.device, rows: int, cols: int) -> Problem:
 
 
 def bytes_of(problem: Problem, run: str) -> int:
-    """Bytes that a run reads and writes; a quantiser of both orientations writes twice, a copy writes BF16."""
+    """Bytes that a run reads and writes; a quantiser of both orientations writes twice, a copy writes BF16, MXFP4 half
+    a byte.
+    """
+    if run == "mxfp4":
+        return problem.nbytes // 6 * 5
     if problem.op == "quantize" and ("both" in run or run == "torch copy"):
         return problem.nbytes // 3 * 4
     return problem.nbytes
