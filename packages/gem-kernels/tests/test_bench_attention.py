@@ -72,6 +72,13 @@ def test_clocks_are_recorded_and_inputs_may_be_constant(device, no_clock, monkey
     assert "at 1.25 GHz" in bench._table(rows)
 
 
+def test_self_attention_has_one_tensor_of_offsets(device):
+    q, k = LENGTHS
+    for other, one in ((k, False), (q.copy(), True)):
+        p = suite.Problem.make(cases.Case("some", q, other, dim=16), None, device)
+        assert (p.q_offsets is p.k_offsets) is one
+
+
 def test_polynomials_are_gated_against_the_exact_activation(device, no_clock):
     case = small(name="self-full-1024")
     p = suite.Problem.make(case, "silu_poly", device)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gem_train.data import divided
 from gem_train.instruments import TRAINING_FLOPS, forward_flops, memory_in_use
-from gem_train.measuring.bench import batches
+from gem_train.measuring.bench import batches, compiling
 from gem_train.trainer import Trainer
 
 
@@ -73,7 +73,7 @@ def time_hstu(
     if compiled:
         torch._dynamo.reset()
         for layer in layers:
-            layer.compile(dynamic=True)
+            layer.compile(**compiling())
     optimizer = torch.optim.AdamW(layers.parameters(), fused=device.type == "cuda")
     parts = divided(batch, config.optim.accumulate)
 

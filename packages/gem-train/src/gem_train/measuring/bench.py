@@ -82,7 +82,20 @@ def compile_layers(trainer: Trainer, **options: Any) -> None:
     torch._dynamo.reset()
     for name, module in trainer.model.module.named_modules():
         if isinstance(module, SequenceLayer) or name.endswith(".pma"):
-            module.compile(**{"dynamic": True, **options})
+            module.compile(**(options or compiling()))
+
+
+def compiling() -> dict[str, Any]:
+    """How torch.compile is asked for here: lengths are no constants, by Inductor.
+
+    Without the fusion of reductions over rows with those over columns: for dynamic lengths torch 2.11 addresses the
+    partial sums by an expression whose parentheses are missing, "0 * (-16) + 16*s33 * 512", and the backward pass
+    raises (the fusion for such lengths is of https://github.com/pytorch/pytorch/pull/168117).
+    """
+    from torch._inductor import config
+
+    fused = {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
+    return {"dynamic": True, "options": fused} if fused else {"dynamic": True}
 
 
 def time_steps(
