@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 
 import pytest
@@ -36,6 +37,19 @@ def check(results, cases):
     for (errors, plan, _), case in zip(results, cases, strict=True):
         assert max(errors.values()) < 1e-5, (case, errors, plan)
         assert errors["loss"] > 0 or errors["tables"] > 0  # the twin is computed, not copied
+        tiles(plan, 4, case[2] if case[1] == "v2" else 1)
+
+
+def tiles(plan, world, copies):
+    """The readable plan has every element of every table as often as there are whole copies, on ranks that exist."""
+    held = dict.fromkeys(ROWS, 0)
+    for line in plan:
+        found = re.fullmatch(r"\w+\.(\w+)  \w+  rank (\d+)  rows (\d+)\.\.(\d+)  cols (\d+)\.\.(\d+)", line)
+        assert found, line
+        rank, first, end, left, right = map(int, found.groups()[1:])
+        assert rank < world
+        held[found[1]] += (end - first) * (right - left)
+    assert held == {name: copies * rows * 8 for name, rows in ROWS.items()}, plan
 
 
 @pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.slow)])

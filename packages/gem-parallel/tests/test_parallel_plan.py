@@ -328,6 +328,20 @@ def test_1d_tables_break_where_sharded_copies_go_on():
     assert "no layout" in row
 
 
+def test_the_curve_of_the_documentation():
+    """Copies of shards scale to thousands of devices as published; tables in one dimension break beyond a zone."""
+    model = ModelSpec.from_toml(EXAMPLES / "model-scaling.toml")
+    topology = Topology.from_toml(EXAMPLES / "cluster-4096.toml")
+    ratios = {}
+    for strategies in (("v1",), ("v1", "v3")):
+        rows = scaling_curve(
+            model, topology, 1024, (512, 4096), strategies=strategies, disturbance=Disturbance(balanced=0.9)
+        )
+        ratios[strategies[-1]] = [row.scaling for _, row in rows]
+    assert ratios["v1"] == pytest.approx([0.837, 0.509], abs=0.001)  # docs/parallel.md
+    assert ratios["v3"] == pytest.approx([0.848, 0.819], abs=0.001)
+
+
 def test_every_op_lists_what_it_sends():
     model, topology = small(), cluster(zone=64)
     layout = Layout(world=64, fsdp=8, table_shard=16, table_copies=4, strategy="v3")
