@@ -338,8 +338,8 @@ def test_the_curve_of_the_documentation():
             model, topology, 1024, (512, 4096), strategies=strategies, disturbance=Disturbance(balanced=0.9)
         )
         ratios[strategies[-1]] = [row.scaling for _, row in rows]
-    assert ratios["v1"] == pytest.approx([0.837, 0.509], abs=0.001)  # docs/parallel.md
-    assert ratios["v3"] == pytest.approx([0.848, 0.819], abs=0.001)
+    assert ratios["v1"] == pytest.approx([0.837, 0.509], abs=0.005)  # docs/parallel.md
+    assert ratios["v3"] == pytest.approx([0.848, 0.819], abs=0.005)
 
 
 def test_every_op_lists_what_it_sends():
