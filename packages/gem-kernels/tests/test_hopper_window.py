@@ -58,6 +58,10 @@ class TestKernels:
                 grads = window.backward(dout, dlse.float(), q, k, v, got, got_lse, cq, ck, dim**-0.5, *sides)
             runs.append((got, got_lse, *grads))
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+        with poisoned():
+            again, again_lse = window.forward(q, k, v, cq, ck, dim**-0.5, *sides, ahead=True)
+        assert relative_error(again, expected) < 5e-3
+        assert (again_lse.double() - lse).nan_to_num(0, 0, 0).abs().max() < 1e-4
         assert relative_error(got, expected) < 5e-3
         assert torch.equal(got_lse.isneginf(), lse.isneginf())
         assert (got_lse.double() - lse).nan_to_num(0, 0, 0).abs().max() < 1e-4
@@ -89,11 +93,12 @@ class TestPast:
         where = offsets, offsets, dim**-0.5, left, 0
         bound = 1e-3 if dtype == torch.float16 else 5e-3
         with poisoned():
-            plain = window.forward(q, k, v, *where)
+            plain = window.forward(q, k, v, *where, ahead=False)
+            ahead = window.forward(q, k, v, *where, ahead=True)
             own = window_past.forward(q, k, v, offsets, dim**-0.5, left, act="softmax")
             runs = [window.backward(dout, dlse.float(), q, k, v, *own, *where) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-        for got, got_lse in (plain, own):
+        for got, got_lse in (plain, ahead, own):
             assert relative_error(got, expected) < bound
             assert (got_lse.double() - lse).abs().max() < 1e-4
         for a, b in zip(runs[0], gradients, strict=True):

@@ -86,9 +86,9 @@ def launched(simulation):
 
 
 @simulated
-@pytest.mark.parametrize("scale", [0.1, -0.1])
-def test_jagged_attention_takes_it_and_its_backward_follows(on_hopper, scale):
-    lengths, left = [65, 0, 90], 40
+@pytest.mark.parametrize(("scale", "left", "kernel"), [(0.1, 70, "past_kernel"), (-0.1, 40, "forward_kernel")])
+def test_jagged_attention_takes_wide_ones_and_its_backward_follows(on_hopper, scale, left, kernel):
+    lengths = [65, 0, 90]
     *leaves, dout = inputs(lengths, 1, 128, 3)
     leaves = [x.requires_grad_() for x in leaves]
     offsets = offsets_of(lengths)
@@ -96,8 +96,7 @@ def test_jagged_attention_takes_it_and_its_backward_follows(on_hopper, scale):
         out, lse = jagged_attention(
             *leaves, offsets, offsets, 90, 90, scale=scale, window=(left, 0), return_lse=True
         )  # fmt: skip
-        assert "past_kernel" in launched(simulation)
-        assert not {"forward_kernel"} & launched(simulation)
+        assert launched(simulation) & {"forward_kernel", "past_kernel"} == {kernel}
         grads = torch.autograd.grad((out, lse), leaves, (dout, torch.ones_like(lse)))
     exact = [x.detach().double().requires_grad_() for x in leaves]
     expected, logs = dense(*exact, lengths, "softmax", left, scale)
@@ -146,9 +145,10 @@ def test_which_problems():
     short = q[..., :64]
     assert takes()
     assert takes(k_offsets=offsets[:], left=511)
-    assert takes(act="softmax")
+    assert takes(act="softmax", left=65)
+    assert not takes(act="softmax")
     assert takes(short, short)
-    assert takes(short, short, act="softmax") == (64 in window_past.SOFTMAX_DIMS)
+    assert not takes(short, short, left=200, act="softmax")
     for left, right in ((-1, 0), (64, 1), (64, -1), (512, 0)):
         assert not takes(left=left, right=right)
     assert not takes(k_offsets=offsets.clone())

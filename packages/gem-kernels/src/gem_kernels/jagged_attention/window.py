@@ -27,9 +27,9 @@ SLOTS = 2  # of the ring
 STATISTICS = Tile(bm=64, bn=64, stages=1)
 
 
-def _place(kernel: Any, dim: int) -> tuple[int, int]:
+def _place(kernel: Any, dim: int, ahead: bool) -> tuple[int, int]:
     """A kernel's programs on an SM, and registers of a thread at most."""
-    small = dim == 64 and kernel in (forward_kernel, query_gradient_kernel)
+    small = dim == 64 and kernel in (forward_kernel, query_gradient_kernel) and not ahead
     return (3, 168) if small else (2, 255)
 
 
@@ -75,7 +75,7 @@ def _launch(
     total, heads, dim = own.shape
     records = blocks.records(own_offsets, other_offsets, total, ROWS)
     tiles = records.shape[0] * heads
-    resident, registers = _place(kernel, dim)
+    resident, registers = _place(kernel, dim, constants.get("AHEAD", False))
     kernel[(min(tiles, programs(own.device) * resident),)](
         *first, records, tiles, *last, D=dim, HEADS=heads, **constants, num_warps=4, maxnreg=registers
     )
@@ -83,8 +83,11 @@ def _launch(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, scale: float, left: int, right: int,
+    *, ahead: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """O [Tq, H, D] and LSE [Tq, H]; the scale must be positive. See `window_past` for self-attention over the past."""
+    """O [Tq, H, D] and LSE [Tq, H]; the scale must be positive. `ahead`: scores are made a step ahead; None does so for
+    self-attention over the past in bfloat16 of 128 columns, whose wider windows are `window_past`'s.
+    """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if q.shape[0] == 0:
@@ -92,11 +95,13 @@ def forward(
     if k.shape[0] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     q, k, v = (addressable(x) for x in (q, k, v))
+    if ahead is None:
+        ahead = q.dtype == torch.bfloat16 and q.shape[2] == 128 and of_the_past(q_offsets, k_offsets, right)
     with torch.cuda.device(q.device):
         _launch(
             forward_kernel, q, q_offsets, k_offsets,
             (descriptor(q), descriptor(k), descriptor(v), descriptor(out), out, out.stride(0), lse),
-            (left, right, scale * LOG2E.value), SLOTS=SLOTS,
+            (left, right, scale * LOG2E.value), SLOTS=SLOTS, AHEAD=ahead,
         )  # fmt: skip
     return out, lse
 
@@ -173,12 +178,14 @@ def kernel_case(
 def compile_cases() -> list[CompileCase]:
     """The kernels at both head dimensions."""
     cases = []
-    for name, kernel in (
-        ("forward", forward_kernel), ("dq", query_gradient_kernel), ("dkv", key_gradient_kernel),
-        ("backward", backward_kernel),
+    for name, kernel, dims in (
+        ("forward", forward_kernel, (64, 128)), ("forward, ahead", forward_kernel, (128,)),
+        ("dq", query_gradient_kernel, (64, 128)), ("dkv", key_gradient_kernel, (64, 128)),
+        ("backward", backward_kernel, (64, 128)),
     ):  # fmt: skip
-        for dim in (64, 128):
-            asked = {"SLOTS": SLOTS, "DLSE": True}
+        for dim in dims:
+            ahead = name == "forward, ahead"
+            asked = {"SLOTS": SLOTS, "DLSE": True, "AHEAD": ahead}
             constants = {"D": dim, "HEADS": 4, **{n: x for n, x in asked.items() if n in kernel.arg_names}}
-            cases.append(kernel_case(f"window {name} d{dim}", kernel, dim, constants, _place(kernel, dim)[1]))
+            cases.append(kernel_case(f"window {name} d{dim}", kernel, dim, constants, _place(kernel, dim, ahead)[1]))
     return cases

@@ -34,7 +34,7 @@ __all__ = ["compile_cases", "forward", "takes"]
 FIELDS = gl.constexpr(8)
 SLOTS = 2  # of the rings of keys and values
 REGISTERS = 128  # of a thread at the start: the loader leaves the consumer 232
-SOFTMAX_DIMS = (128,)  # of 64 columns `window_forward` is faster (docs/notes/block-attention.md)
+SOFTMAX = {128: 65}  # keys before a query from which softmax runs here, by head dimension: else by `window_forward`
 ACROSS = {64: -1, 128: 64}  # keys before a query up to which it pays, by head dimension
 
 
@@ -232,7 +232,9 @@ def takes(
     """Whether a problem that Hopper kernels may run is one for this unasked: of those that `window.takes`, what is
     self-attention over the past.
     """
-    if not window.takes(q, k, q_offsets, left, right) or (act == "softmax" and q.shape[2] not in SOFTMAX_DIMS):
+    if not window.takes(q, k, q_offsets, left, right):
+        return False
+    if act == "softmax" and left < SOFTMAX.get(q.shape[2], left + 1):
         return False
     assert q_offsets is not None
     return q.shape == k.shape and window.of_the_past(q_offsets, k_offsets, right)
