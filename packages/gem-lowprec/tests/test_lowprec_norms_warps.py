@@ -61,7 +61,6 @@ def test_simulated(monkeypatch, layer, cols, name):
     monkeypatch.setattr(language.Language, "debug_barrier", lambda _self: None, raising=False)
     for text in ("$2, 16; and.b32 $1, $2, 0xffff0000;", "$2, $4; and.b32 $1, $2, $6;"):
         monkeypatch.setitem(language.ASSEMBLY, f"shl.b32 $0, {text}", widened)
-    monkeypatch.setitem(language.ASSEMBLY, norms_warps.STAY.value, lambda x: x)
     way = norms_warps.WAYS[layer, cols][name]
     rows = 2 * way.rows * way.warps * way.resident - 3  # two rounds of the programs, the last one not full
     with simulating(seed=7):

@@ -31,7 +31,9 @@ BY_HAND = {
     (False, 512): (2, 1, 1), (False, 1024): (2, 1, 1), (False, 2048): (1, 1, 1),
 }  # fmt: skip
 # Norms that `norms_warps` is faster at, likewise, and which of its ways it is.
-CHOSEN = {(True, 1024): "2 rows ahead", (True, 2048): "16 warps ahead", (False, 4096): "20 warps"}
+CHOSEN = {
+    (True, 1024): "2 rows ahead", (True, 2048): "1 row ahead", (True, 4096): "1 row", (False, 4096): "1 row",
+}  # fmt: skip
 ELEMENTS, WARPS = 2048, 2  # of a program: rows stay inside a warp or two, and enough programs share an SM
 
 

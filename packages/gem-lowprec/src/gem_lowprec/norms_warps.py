@@ -21,22 +21,18 @@ from triton.experimental.gluon import language as gl
 
 from gem_lowprec.formats import E4M3, ScaleMode
 from gem_lowprec.kernels import threshold
-from gem_lowprec.tiles import INFINITY, _add, _larger
+from gem_lowprec.tiles import _add, _larger, powers
 
 __all__ = ["WAYS", "Way", "constants", "norm_kernel", "run"]
 
 SMS = 132
-# Memory is not moved across it: loads before it are issued before it, where the compiler would have them later, for
-# fewer registers.
-STAY = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """Rows that a warp has at once, warps of a program, programs on an SM at once, registers of a thread that allow
-    them. `ahead`: the next rows are loaded while these are computed, with `early` where the code says so and not where
-    the compiler would have it. `packed`: rows stay as they came, two numbers a register, and are widened again for each
-    thing that is done with them.
+    them. `ahead`: the next rows are loaded while these are computed. `packed`: rows stay as they came, two numbers a
+    register, and are widened again for each thing that is done with them.
     """
 
     rows: int = 1
@@ -44,7 +40,6 @@ class Way:
     resident: int = 4
     registers: int = 128
     ahead: bool = False
-    early: bool = False
     packed: bool = False
 
 
@@ -52,32 +47,21 @@ class Way:
 WAYS = {
     (True, 1024): {
         "2 rows ahead": Way(rows=2, ahead=True),
-        "2 rows early": Way(rows=2, ahead=True, early=True),
-        "2 rows ahead, 18 warps": Way(rows=2, warps=2, resident=9, registers=112, ahead=True),
-        "1 row early": Way(resident=5, registers=96, ahead=True, early=True),
+        "1 row ahead": Way(ahead=True),
+        "1 row ahead, 20 warps": Way(resident=5, registers=96, ahead=True),
     },
     (True, 2048): {
-        "16 warps ahead": Way(ahead=True),
-        "16 warps early": Way(ahead=True, early=True),
-        "18 warps ahead": Way(warps=2, resident=9, registers=112, ahead=True),
-        "18 warps early": Way(warps=2, resident=9, registers=112, ahead=True, early=True),
+        "1 row ahead": Way(ahead=True), "1 row ahead, 20 warps": Way(resident=5, registers=96, ahead=True),
     },
-    (True, 4096): {"12 warps": Way(resident=3, registers=168, packed=True)},
-    (False, 2048): {
-        "20 warps": Way(resident=5, registers=96), "16 warps early": Way(ahead=True, early=True),
-    },
-    (False, 4096): {
-        "20 warps": Way(resident=5, registers=96, packed=True),
-        "18 warps": Way(warps=2, resident=9, registers=112, packed=True),
-        "12 warps early": Way(resident=3, registers=168, packed=True, ahead=True, early=True),
-    },
+    (True, 4096): {"1 row": Way(resident=3, registers=168, packed=True)},
+    (False, 4096): {"1 row": Way(resident=5, registers=96, packed=True)},
 }  # fmt: skip
 
 
 def constants(layer: bool, cols: int, mode: ScaleMode, way: Way) -> dict[str, Any]:
     """The kernel's."""
     return {
-        "RW": way.rows, "TK": cols, "WARPS": way.warps, "AHEAD": way.ahead, "EARLY": way.early, "PACKED": way.packed,
+        "RW": way.rows, "TK": cols, "WARPS": way.warps, "AHEAD": way.ahead, "PACKED": way.packed,
         "NORM": 2 if layer else 1,
         "THRESHOLD": threshold(E4M3, mode), "EMAX": E4M3.emax,
     }  # fmt: skip
@@ -139,19 +123,6 @@ def _read(buffer, j: gl.constexpr, PIECES: gl.constexpr, HALVES: gl.constexpr, O
 
 
 @gluon.jit
-def _powers(amax, THRESHOLD: gl.constexpr, EMAX: gl.constexpr):
-    """`tiles._powers` of numbers without a sign, in fewer instructions: exponents stay where they are."""
-    bits = amax.to(gl.int32, bitcast=True)
-    FIRST: gl.constexpr = EMAX << 23
-    t = gl.maximum((bits + (0x7FFFFF - THRESHOLD)) & 0x7F800000, FIRST)
-    scale = gl.where(t == FIRST, 1 << 22, t - FIRST)  # 2^-127 is subnormal
-    inverse = 0x7F000000 - (t - FIRST)
-    scale = gl.where(bits >= INFINITY, 0x7FC00000, scale)
-    inverse = gl.where(bits >= INFINITY, 0x7FC00000, inverse)
-    return scale.to(gl.float32, bitcast=True), inverse.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def _rows(x_ptr, own, tile, rows, x_row, col, HEIGHT: gl.constexpr, PIECES: gl.constexpr):
     """A tile's pieces [HEIGHT, 2, 128] as they are; behind the last row stands the last row again."""
     r = gl.minimum(own + tile * HEIGHT, rows - 1)
@@ -170,7 +141,7 @@ def _mean(x, HEIGHT: gl.constexpr, TK: gl.constexpr, OF_ROW: gl.constexpr):
 @gluon.jit(do_not_specialize=["rows", "pitch", "tiles", "shift", "mask"])
 def norm_kernel(
     x_ptr, gain_ptr, bias_ptr, data_ptr, scale_ptr, mean_ptr, rstd_ptr, rows, x_row, pitch, eps, tiles,
-    shift, mask, RW: gl.constexpr, TK: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    shift, mask, RW: gl.constexpr, TK: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
     PACKED: gl.constexpr, NORM: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
 ):  # fmt: skip
     """As `tiles.norm_kernel`; a tile is RW rows of each warp."""
@@ -201,8 +172,6 @@ def norm_kernel(
         if AHEAD:
             x = after
             after = _rows(x_ptr, own, gl.minimum(tile + step, tiles - 1), rows, x_row, col, HEIGHT, PIECES)
-            if EARLY:
-                gl.inline_asm_elementwise(STAY, "=r,r", [own], gl.int32, is_pure=False, pack=1)
         else:
             x = _rows(x_ptr, own, tile, rows, x_row, col, HEIGHT, PIECES)
         r = gl.minimum(own + tile * HEIGHT, rows - 1)
@@ -230,6 +199,6 @@ def norm_kernel(
             y = y * rstd[:, None, None] * _read(gain_buf, j, PIECES, HALVES, OF_COLUMN)[None, :, :]
             if NORM == 2:
                 y = y + _read(bias_buf, j, PIECES, HALVES, OF_COLUMN)[None, :, :]
-            scale, inverse = _powers(gl.reduce(gl.abs(y), 2, _larger), THRESHOLD, EMAX)
+            scale, inverse = powers(gl.reduce(gl.abs(y), 2, _larger), THRESHOLD, EMAX)
             gl.store(scale_to + (2 * j) * pitch.to(gl.int64), scale)
             gl.store(to + j * 256, (y * inverse[:, :, None]).to(gl.float8e4nv).to(gl.uint8, bitcast=True))

@@ -41,12 +41,28 @@ def _powers(amax, THRESHOLD: gl.constexpr, EMAX: gl.constexpr):
 
 
 @gluon.jit
+def powers(amax, THRESHOLD: gl.constexpr, EMAX: gl.constexpr):
+    """`_powers` of numbers without a sign, in fewer instructions: exponents stay where they are."""
+    bits = amax.to(gl.int32, bitcast=True)
+    FIRST: gl.constexpr = EMAX << 23
+    t = gl.maximum((bits + (0x7FFFFF - THRESHOLD)) & 0x7F800000, FIRST)
+    scale = gl.where(t == FIRST, 1 << 22, t - FIRST)  # 2^-127 is subnormal
+    inverse = 0x7F000000 - (t - FIRST)
+    scale = gl.where(bits >= INFINITY, 0x7FC00000, scale)
+    inverse = gl.where(bits >= INFINITY, 0x7FC00000, inverse)
+    return scale.to(gl.float32, bitcast=True), inverse.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _load(
-    x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, r, c, rows, cols, x_row, NORM: gl.constexpr
+    x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, r, c, rows, cols, x_row, NORM: gl.constexpr, WHOLE: gl.constexpr
 ):  # fmt: skip
-    """x or the normalised x (NORM: 1 RMS, 2 layer) as float32, 0 outside."""
+    """x or the normalised x (NORM: 1 RMS, 2 layer) as float32, 0 outside. WHOLE: nothing is outside."""
     inside = (r < rows)[:, None] & (c < cols)[None, :]
-    x = gl.load(x_ptr + (r.to(gl.int64) * x_row)[:, None] + c[None, :], mask=inside, other=0.0).to(gl.float32)
+    if WHOLE:
+        x = gl.load(x_ptr + (r.to(gl.int64) * x_row)[:, None] + c[None, :]).to(gl.float32)
+    else:
+        x = gl.load(x_ptr + (r.to(gl.int64) * x_row)[:, None] + c[None, :], mask=inside, other=0.0).to(gl.float32)
     if NORM:
         rstd = gl.load(rstd_ptr + r, mask=r < rows, other=0.0)
         gain = gl.load(gain_ptr + c, mask=c < cols, other=0.0).to(gl.float32)
@@ -56,21 +72,28 @@ def _load(
             x = (x - mean[:, None]) * rstd[:, None] * gain[None, :] + bias[None, :]
         else:
             x = x * rstd[:, None] * gain[None, :]
-        x = gl.where(inside, x, 0.0)
+        if not WHOLE:
+            x = gl.where(inside, x, 0.0)
     return x
 
 
-@gluon.jit(do_not_specialize=["rows", "row_pitch", "col_pitch"])
-def both_kernel(
+@gluon.jit
+def _put(to, data, inside, WHOLE: gl.constexpr):
+    """Store what is inside."""
+    if WHOLE:
+        gl.store(to, data)
+    else:
+        gl.store(to, data, mask=inside)
+
+
+@gluon.jit
+def _tile(
     x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
-    rows, cols, x_row, row_row, row_pitch, col_row, col_pitch,
+    rows, cols, x_row, row_row, row_pitch, col_row, col_pitch, tile_row, tile_col,
     THRESHOLD: gl.constexpr, EMAX: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, SUMS: gl.constexpr,
-    NORM: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
+    NORM: gl.constexpr, WARPS: gl.constexpr, LEAN: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """One tile of 128 x 128 per program of WARPS warps, 4 or 8; scales are powers of two. ROW, COL: 1 for blocks of
-    1 x 128, 2 for the whole tile, whose scale is written once if it serves both. GROUP: so many tiles below each other
-    come before the next ones of a line.
-    """
+    """`both_kernel` for one tile. WHOLE: it lies inside of x."""
     L: gl.constexpr = gl.BlockedLayout([16, 32 // WARPS], [8, 4], [1, WARPS], [1, 0])
     # The same owners, transposed, rows of x first in a thread's registers.
     REGS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0]] + ([[4, 0]] if WARPS == 4 else [])
@@ -84,39 +107,33 @@ def both_kernel(
         shape=[128, 128],
     )
     R: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
-    across = gl.cdiv(cols, 128)
-    tile_row = gl.program_id(0) // across
-    tile_col = gl.program_id(0) - tile_row * across
-    if GROUP > 1:
-        group = gl.program_id(0) // (across * GROUP) * GROUP
-        height = gl.minimum(gl.cdiv(rows, 128) - group, GROUP)
-        place = gl.program_id(0) - group * across
-        tile_row = group + place % height
-        tile_col = place // height
     first = tile_row * 128
     left = tile_col * 128
     if ROW:
         r = first + gl.arange(0, 128, gl.SliceLayout(1, R))
         c = left + gl.arange(0, 128, gl.SliceLayout(0, R))
-        x = _load(x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, r, c, rows, cols, x_row, NORM)
+        x = _load(x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, r, c, rows, cols, x_row, NORM, WHOLE)
         row_max = gl.reduce(gl.abs(x), 1, _larger)
         if ROW == 2:
             scale, inverse = _powers(gl.reduce(row_max, 0, _larger), THRESHOLD, EMAX)
             gl.store(row_scale_ptr + tile_row * row_pitch + tile_col, scale)
             y = x * inverse
         else:
-            row_scale, row_inverse = _powers(row_max, THRESHOLD, EMAX)
-            gl.store(row_scale_ptr + tile_col.to(gl.int64) * row_pitch + r, row_scale, mask=r < rows)
+            if LEAN:
+                row_scale, row_inverse = powers(row_max, THRESHOLD, EMAX)
+            else:
+                row_scale, row_inverse = _powers(row_max, THRESHOLD, EMAX)
+            _put(row_scale_ptr + tile_col.to(gl.int64) * row_pitch + r, row_scale, r < rows, WHOLE)
             y = x * row_inverse[:, None]
         data = y.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
         to = row_ptr + (r.to(gl.int64) * row_row)[:, None] + c[None, :]
-        gl.store(to, data, mask=(r < rows)[:, None] & (c < row_row)[None, :])
+        _put(to, data, (r < rows)[:, None] & (c < row_row)[None, :], WHOLE)
     if COL or SUMS:
         r = first + gl.arange(0, 128, gl.SliceLayout(1, L))
         c = left + gl.arange(0, 128, gl.SliceLayout(0, L))
-        x = _load(x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, r, c, rows, cols, x_row, NORM)
+        x = _load(x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, r, c, rows, cols, x_row, NORM, WHOLE)
         if SUMS:
-            gl.store(sum_ptr + tile_row.to(gl.int64) * cols + c, gl.reduce(x, 0, _add), mask=c < cols)
+            _put(sum_ptr + tile_row.to(gl.int64) * cols + c, gl.reduce(x, 0, _add), c < cols, WHOLE)
         if COL:
             if COL == 2:
                 if ROW != 2:
@@ -125,14 +142,53 @@ def both_kernel(
                     gl.store(col_scale_ptr + tile_row * col_pitch + tile_col, scale)
                 z = x * inverse
             else:
-                col_scale, col_inverse = _powers(gl.reduce(gl.abs(x), 0, _larger), THRESHOLD, EMAX)
-                gl.store(col_scale_ptr + tile_row.to(gl.int64) * col_pitch + c, col_scale, mask=c < cols)
+                col_max = gl.reduce(gl.abs(x), 0, _larger)
+                if LEAN:
+                    col_scale, col_inverse = powers(col_max, THRESHOLD, EMAX)
+                else:
+                    col_scale, col_inverse = _powers(col_max, THRESHOLD, EMAX)
+                _put(col_scale_ptr + tile_row.to(gl.int64) * col_pitch + c, col_scale, c < cols, WHOLE)
                 z = x * col_inverse[None, :]
             turned = gl.convert_layout(z.permute((1, 0)), T).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
             tr = first + gl.arange(0, 128, gl.SliceLayout(0, T))
             tc = left + gl.arange(0, 128, gl.SliceLayout(1, T))
             to = col_ptr + (tc.to(gl.int64) * col_row)[:, None] + tr[None, :]
-            gl.store(to, turned, mask=(tc < cols)[:, None] & (tr < col_row)[None, :])
+            _put(to, turned, (tc < cols)[:, None] & (tr < col_row)[None, :], WHOLE)
+
+
+@gluon.jit(do_not_specialize=["rows", "row_pitch", "col_pitch"])
+def both_kernel(
+    x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
+    rows, cols, x_row, row_row, row_pitch, col_row, col_pitch,
+    THRESHOLD: gl.constexpr, EMAX: gl.constexpr, ROW: gl.constexpr, COL: gl.constexpr, SUMS: gl.constexpr,
+    NORM: gl.constexpr, WARPS: gl.constexpr, LEAN: gl.constexpr,
+):  # fmt: skip
+    """One tile of 128 x 128 per program of WARPS warps, 4 or 8; scales are powers of two. ROW, COL: 1 for blocks of
+    1 x 128, 2 for the whole tile, whose scale is written once if it serves both. LEAN: fewer
+    instructions for scales, and none for masks in tiles that lie inside, where cols is a multiple of 128 (LEAN = 2).
+    """
+    across = gl.cdiv(cols, 128)
+    tile_row = gl.program_id(0) // across
+    tile_col = gl.program_id(0) - tile_row * across
+    if LEAN == 2:
+        if tile_row * 128 + 128 <= rows:
+            _tile(
+                x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
+                rows, cols, x_row, row_row, row_pitch, col_row, col_pitch, tile_row, tile_col,
+                THRESHOLD, EMAX, ROW, COL, SUMS, NORM, WARPS, LEAN, True,
+            )  # fmt: skip
+        else:
+            _tile(
+                x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
+                rows, cols, x_row, row_row, row_pitch, col_row, col_pitch, tile_row, tile_col,
+                THRESHOLD, EMAX, ROW, COL, SUMS, NORM, WARPS, LEAN, False,
+            )  # fmt: skip
+    else:
+        _tile(
+            x_ptr, mean_ptr, rstd_ptr, gain_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, sum_ptr,
+            rows, cols, x_row, row_row, row_pitch, col_row, col_pitch, tile_row, tile_col,
+            THRESHOLD, EMAX, ROW, COL, SUMS, NORM, WARPS, LEAN, False,
+        )  # fmt: skip
 
 
 @gluon.jit

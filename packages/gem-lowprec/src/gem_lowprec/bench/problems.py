@@ -185,10 +185,12 @@ def quantiser(name: str, device: torch.device, rows: int, cols: int) -> Problem:
     }  # fmt: skip
     runs: dict[str, Run] = {v: partial(quantize_both, x, **o) for v, o in both.items()}
     for variant, base, options in (  # beside what runs by default
-        ("1x128 both, groups of 4", "1x128 both", {"GROUP": 4}),
-        ("1x128 both, groups of 16", "1x128 both", {"GROUP": 16}),
-        ("1x128 both, sums, groups of 4", "1x128 both, sums", {"GROUP": 4}),
-        ("1x128 both, sums by torch", "1x128 both, sums", {"OWN_SUMS": False}),
+        ("1x128 both, scales lean", "1x128 both", {"LEAN": 1}),
+        ("1x128 both, lean", "1x128 both", {"LEAN": 2}),
+        ("1x128 both, sums, scales lean", "1x128 both, sums", {"LEAN": 1}),
+        ("1x128 both, sums, lean", "1x128 both, sums", {"LEAN": 2}),
+        ("128x128 both, lean", "128x128 both", {"LEAN": 2}),
+        ("1x128 transposed, lean", "1x128 transposed", {"LEAN": 2}),
     ):
         both[variant], runs[variant] = both[base], _with(orientations, runs[base], **options)
     runs |= {v: partial(quantize, x, s) for v, s in specs.items()}
