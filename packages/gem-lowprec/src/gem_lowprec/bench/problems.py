@@ -241,10 +241,9 @@ def norm(name: str, device: torch.device, rows: int, cols: int, *, layer: bool) 
         return norm_quantize(x, gain, bias, eps=1e-6)[0]
 
     runs: dict[str, Run] = {"norm to fp8": run}
-    if (layer, cols) in norms.CHOSEN:
-        runs["as before"] = _with(norms, run, CHOSEN={})
     for way in norms_warps.WAYS.get((layer, cols), ()):
-        runs[way] = _with(norms, run, CHOSEN={(layer, cols): way})
+        if way != norms.CHOSEN.get((layer, cols)):
+            runs[way] = _with(norms, run, CHOSEN={(layer, cols): way})
 
     def check(variant: str) -> float:
         part = x[:CHECKED].double()
