@@ -22,9 +22,9 @@ def bits(x):
     return torch.where(codes == 255, 127, codes)
 
 
-def check(layer, cols, rows, device, *, norm_dtype):
+def check(layer, cols, rows, device, *, norm_dtype, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(rows + cols)
-    x = (torch.randn(rows, cols, generator=generator) * 2 + 0.3).bfloat16()
+    x = (torch.randn(rows, cols, generator=generator) * 2 + 0.3).to(dtype)
     gain, bias = (torch.randn(cols, generator=generator).to(norm_dtype) for _ in range(2))
     if rows > 3:  # what is not a number, a block of zeros, one of the smallest numbers
         x[0, 7], x[1, 9] = float("inf"), float("nan")
@@ -63,8 +63,10 @@ def test_simulated(monkeypatch, layer, cols, name):
         monkeypatch.setitem(language.ASSEMBLY, f"shl.b32 $0, {text}", widened)
     way = norms_warps.WAYS[layer, cols][name]
     rows = 2 * way.rows * way.warps * way.resident - 3  # two rounds of the programs, the last one not full
+    monkeypatch.setitem(language.ASSEMBLY, "xor.b32 $0, $1, $2;", lambda x: x)
     with simulating(seed=7):
         check(layer, cols, rows, "cpu", norm_dtype=torch.bfloat16)
+        check(layer, cols, 5, "cpu", norm_dtype=torch.float32, dtype=torch.float16)
 
 
 @HOPPER
@@ -73,5 +75,5 @@ def test_simulated(monkeypatch, layer, cols, name):
 @pytest.mark.parametrize(("layer", "cols", "name"), WAYS)
 def test_on_a_card(monkeypatch, layer, cols, name, rows):
     monkeypatch.setattr(norms, "CHOSEN", {(layer, cols): name})
-    for dtype in (torch.float32, torch.bfloat16):
-        check(layer, cols, rows, "cuda", norm_dtype=dtype)
+    for norm_dtype, dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
+        check(layer, cols, rows, "cuda", norm_dtype=norm_dtype, dtype=dtype)

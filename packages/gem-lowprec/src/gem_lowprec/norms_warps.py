@@ -92,17 +92,22 @@ def _wide(x):
 
 @gluon.jit
 def _anew(x, shift, mask, PACKED: gl.constexpr):
-    """`_wide` again. PACKED: by a shift of 16 and a mask of which the compiler knows nothing, or it would keep what the
-    first time gave, which takes twice the registers.
+    """`_wide` again. PACKED: with a shift of 16 and a mask of which the compiler knows nothing, or it would keep what
+    the first time gave, which takes twice the registers.
     """
-    if PACKED and x.dtype == gl.bfloat16:
+    if not PACKED or x.dtype == gl.float32:
+        return _wide(x)
+    elif x.dtype == gl.bfloat16:
         bits = gl.inline_asm_elementwise(
             "shl.b32 $0, $2, $4; and.b32 $1, $2, $6;", "=r,=r,r,r,r,r,r", [x, shift, mask], gl.int32,
             is_pure=True, pack=2,
         )  # fmt: skip
         return bits.to(gl.float32, bitcast=True)
     else:
-        return _wide(x)
+        same = gl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $2;", "=r,r,r,r", [x, shift - 16], x.dtype, is_pure=True, pack=2
+        )
+        return same.to(gl.float32)
 
 
 @gluon.jit
