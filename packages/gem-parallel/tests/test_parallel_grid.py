@@ -120,7 +120,12 @@ def test_a_world_of_one_gathers_nothing_to_pack():
         parallel = parallelize(model, model.roles(), config, runtime, sparse=SparseSGD(lr=0.1), units=UNITS)
         assert torch.isfinite(parallel(batch)).all()
         assert "Fp8Payload" not in parallel.why()
-    with pytest.raises(ValueError, match=r"payload must be one of none, fp8, got 'fp4'"):
+        config, sgd, model = ParallelConfig(comm=CommConfig(payload="lowprec")), SparseSGD(lr=0.1), SmallModel()
+        with pytest.raises(ValueError, match="needs the function `lowprec` of parallelize, got None"):
+            parallelize(model, model.roles(), config, runtime, sparse=sgd)
+        with pytest.raises(ValueError, match="no other payload can pack it, got <"):
+            parallelize(model, model.roles(), config, runtime, sparse=sgd, payload=Fp8Payload(), lowprec=str)
+    with pytest.raises(ValueError, match=r"payload must be one of none, fp8, lowprec, got 'fp4'"):
         CommConfig(payload="fp4")
 
 

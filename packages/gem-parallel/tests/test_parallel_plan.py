@@ -152,6 +152,13 @@ def test_memory_by_hand():
     assert items["embeddings"] == 2 * 4 * 32 * 64 * (1 + 50 + 20)
     fixed = items["dense state"] + items["tables and moments"] + items["embeddings"] + 1000
     assert items["peak"] == fixed + max(items["activations"] + items["gathered units"], load.bytes_max)
+    packed = replace(model, layers=tuple(replace(u, gather_bytes=1.5) for u in model.layers))
+    assert memory(packed, layout, load, 32, profile)["gathered units"] == 10_000_000 * (1.5 + 1.5 + 4)
+    sent = [
+        sum(sum(op.sent) for op in step_ops(m, layout, load, 32, cluster(4), profile) if "fsdp all" in op.kind)
+        for m in (model, packed)
+    ]
+    assert sent[1] == pytest.approx(0.75 * sent[0])
     copies = memory(model, replace(layout, strategy="v2"), load, 32, profile)
     assert copies["tables and moments"] == load.bytes_max
     assert copies["table working copy"] == 0

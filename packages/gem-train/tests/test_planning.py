@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from gem_lowprec import convert
 from gem_model import GEM, ModelInputs, Source, Table, preset
 from gem_model.config import TowerConfig
 from gem_model.flops import batch_flops
@@ -22,6 +23,7 @@ from gem_parallel.dense.mesh import make_mesh
 from gem_parallel.dense.units import shard_dense
 from gem_parallel.planning.layout import memory, place_tables
 from gem_parallel.sparse.sharding import find_tables
+from gem_train.assemble import lowprec_recipe
 from gem_train.cli import main
 from gem_train.cli.plan import topology
 from gem_train.config import RunConfig, override, to_toml
@@ -216,6 +218,17 @@ def test_only_configurations_that_cards_replay_keep_copies(described):
     assert [u.name for u in on_cards.units if u.kept_bytes] == ["layers.0", "layers.1"]
     packed = describe_model(override(config, ["parallel.comm.payload=fp8"]), data, precision="bf16")
     assert packed == dataclasses.replace(on_cards, gather_bytes=1)
+    changes = ("model.width=64", "lowprec.recipe=mxfp8_square", "lowprec.min_size=32")
+    config_64 = override(config, changes)
+    inputs = model_inputs(data.schema, config_64.inputs, max_history=config_64.data.max_history)
+    rows = convert(GEM(config_64.model, inputs, device="meta"), lowprec_recipe(config_64)).rows
+    squares = [row.shape for row in rows if row.converted and row.shape[0] % 32 == 0]
+    wide = describe_model(config_64, data, precision="bf16")
+    packed = describe_model(override(config_64, ["parallel.comm.payload=lowprec"]), data, precision="bf16")
+    sent = [sum(spec.gather_bytes_of(u) * u.params for u in spec.units) for spec in (wide, packed)]
+    assert sent[0] - sent[1] == pytest.approx(sum(3 * n * k - n // 32 * -(-k // 32) for n, k in squares))
+    assert len(squares) > 10
+    assert not any(u.kept_bytes for u in packed.units)  # graphs read whole weights
     for change in ("train.cuda_graphs=off", "lowprec.numerics_every=5", "parallel.memory.policy=full"):
         other = describe_model(override(config, [change]), data, precision="bf16")
         assert not any(u.kept_bytes for u in other.units), change

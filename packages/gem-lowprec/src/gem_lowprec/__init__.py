@@ -33,7 +33,7 @@ from gem_lowprec.weight import QuantizedWeight
 if TYPE_CHECKING:
     from gem_lowprec.attention import attention_engine, low_precision_attention
     from gem_lowprec.block_gemm import block_matmul
-    from gem_lowprec.fsdp import Gather, Gathers, quantize_gathers
+    from gem_lowprec.fsdp import Gather, Gathers, plan_gathers, quantize_gathers
     from gem_lowprec.mx_gemm import mx_matmul
     from gem_lowprec.norms import norm_quantize
     from gem_lowprec.orientations import Norm, Oriented, quantize_both
@@ -82,6 +82,7 @@ __all__ = [
     "low_precision_linear",
     "mx_matmul",
     "norm_quantize",
+    "plan_gathers",
     "quantize",
     "quantize_both",
     "quantize_gathers",
@@ -103,6 +104,7 @@ _LATER = {
     "mx_matmul": "mx_gemm",
     "norm_quantize": "norms",
     "quantize_both": "orientations",
+    "plan_gathers": "fsdp",
     "quantize_gathers": "fsdp",
 }
 

@@ -47,7 +47,7 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True)
 class Gathers:
-    """What `quantize_gathers` did; `print(gathers)` shows the table."""
+    """What `quantize_gathers` did or would do; `print(gathers)` shows the table."""
 
     rows: tuple[Gather, ...]
 
@@ -152,16 +152,35 @@ def quantize_gathers(model: nn.Module) -> Gathers:
         layer.register_load_state_dict_post_hook(_keep)
         shard = layer.weight._local_tensor
         nbytes, bf16 = payload_nbytes((*shard.shape,), spec), 2 * shard.numel()
-        rows.append(
-            Gather(
-                name=name,
-                shape=shape,
-                payload=spec,
-                nbytes=nbytes,
-                bf16_nbytes=bf16,
-                why=f"{nbytes / bf16:.4f} of BF16",
-            )
-        )
+        why = f"{nbytes / bf16:.4f} of BF16"
+        if layer.min_tokens:
+            why += f"; inputs of less than {layer.min_tokens} tokens meet the rounded weight in a plain product"
+        rows.append(Gather(name=name, shape=shape, payload=spec, nbytes=nbytes, bf16_nbytes=bf16, why=why))
+    return Gathers(rows=tuple(rows))
+
+
+def plan_gathers(model: nn.Module, ranks: int) -> Gathers:
+    """What `quantize_gathers` would do were the converted `model` sharded over `ranks`, from its shapes alone.
+
+    Sizes in bytes are of one rank. Nothing is changed, and weights without memory ("meta") do. Raises ValueError for
+    less than one rank.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    rows = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LowPrecisionLinear):
+            continue
+        n, k = shape = (layer.out_features, layer.in_features)
+        why, spec = _unfit(layer.products), spec_for(layer.products.forward, second=True)
+        if why is None and spec is not None:
+            why = _no_blocks(n, ranks, spec)
+        if why is not None or spec is None:
+            rows.append(Gather(name=name, shape=shape, payload=None, nbytes=0, bf16_nbytes=0, why=why or ""))
+            continue
+        nbytes, bf16 = payload_nbytes((n // ranks, k), spec), 2 * (n // ranks) * k
+        why = f"{nbytes / bf16:.4f} of BF16"
+        rows.append(Gather(name=name, shape=shape, payload=spec, nbytes=nbytes, bf16_nbytes=bf16, why=why))
     return Gathers(rows=tuple(rows))
 
 
@@ -192,10 +211,13 @@ def _why_not(layer: LowPrecisionLinear, uses: int) -> str | None:
     ranks = weight.device_mesh.size(-1)
     if ranks == 1:
         return "one rank holds all rows, nothing is gathered"
+    return _no_blocks(weight.shape[0], ranks, spec)
+
+
+def _no_blocks(rows: int, ranks: int, spec: QuantSpec) -> str | None:
+    """Why every rank's rows are not whole blocks."""
     block = spec.block[0] or 1
-    if weight.shape[0] % (ranks * block):
-        return f"{weight.shape[0]} rows over {ranks} ranks are not whole blocks of {block}"
-    return None
+    return f"{rows} rows over {ranks} ranks are not whole blocks of {block}" if rows % (ranks * block) else None
 
 
 def _unfit(products: Products) -> str | None:

@@ -79,11 +79,13 @@ RECIPES: dict[str, Recipe] = {
         Recipe(name="none"),
         Recipe(name="bf16"),
         Recipe(name="mxfp8", rules=(Rule(forward="mxfp8", dgrad="mxfp8", wgrad="mxfp8"),)),
+        Recipe(name="mxfp8_square", rules=(Rule(forward="mxfp8_square", dgrad="mxfp8_square", wgrad="mxfp8"),)),
         Recipe(name="fp8_row", rules=(Rule(forward="fp8_row", dgrad="fp8_row", wgrad="bf16"),)),
         Recipe(name="fp8_block", rules=(Rule(forward="fp8_block", dgrad="fp8_block", wgrad="fp8_block"),)),
     )
 }
 """The built-in recipes. "none" and "bf16" convert nothing: the model runs in its own dtype, or in autocast's.
+"mxfp8_square" scales the weights by squares, whose values are the same in both orientations.
 "fp8_row" keeps the weight gradient in high precision, as a row there spans all tokens and one outlier would coarsen
 it all."""
 

@@ -9,7 +9,7 @@ TABLE_STRATEGIES = ("v1", "v2", "v3")
 TABLE_EXCHANGES = ("fp32", "fp16", "bf16")
 PRECISIONS = ("fp32", "bf16")
 COLLECTIVES = ("default", "auto", "copy_engine")
-PAYLOADS = ("none", "fp8")
+PAYLOADS = ("none", "fp8", "lowprec")
 WINDOW_COPIES = ("read", "written")
 WINDOW_BARRIERS = ("streams", "kernels")
 MEMORY_POLICIES = ("keep", "full", "uniform", "regions")
@@ -133,7 +133,9 @@ class CommConfig:
             from the backward pass; 0: NCCL decides.
         all_gather_ctas: the same for all-gathers that go through NCCL, such as those that leave the host.
         payload: how parameters travel in all-gathers: as they are ("none"), or as E4M3 with a scale per 128 elements
-            ("fp8"); every rank then computes with what was unpacked. Without use where nothing is gathered.
+            ("fp8"); every rank then computes with what was unpacked. With "lowprec", layers of low precision get their
+            weights as they use them, in FP8 with scales, by the `lowprec` that `parallelize` is handed, and all else
+            travels as it is. Without use where nothing is gathered.
         windows: how many windows of each size the copies take in turn; at least `prefetch` + 2.
         copies: whether ranks "read" parameters from the others' windows, or have them "written" there by the others.
         barriers: how ranks meet at windows: by their "streams", which write and await numbers in one another's memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class ParallelModel:
         memory: Regions | None = None,
         collectives: Collectives | None = None,
         reduce_every_part: bool = False,
+        gathers: object | None = None,
     ) -> None:
         self.runtime = runtime
         self.mesh = mesh
@@ -85,6 +86,7 @@ class ParallelModel:
         self._ensembles = tuple(ensembles)
         self.collectives = collectives
         self._reduce_every_part = reduce_every_part
+        self.gathers = gathers  # what `lowprec` said of the payload "lowprec", to be printed
         self._sharded = [m for m in dmp.module.modules() if isinstance(m, FSDPModule)]
         self._whole: list[nn.Parameter] = []  # where nothing is sharded, all of them
         self.memory = memory  # the engine of ParallelConfig.memory; its `plan` prints as a table
@@ -244,8 +246,10 @@ class ParallelModel:
         return {"weights": sum(flat_weights(k).nbytes for k in found), "moments": sum(moments), "working": 0}
 
     def why(self) -> str:
-        """Which collectives move what and why, and what the regions keep of their activations."""
+        """Which collectives move what and why, what travels in low precision, and what is kept of activations."""
         lines = [self.collectives.why() if self.collectives is not None else ""]
+        if self.gathers is not None:
+            lines.append(str(self.gathers))
         if self.memory is not None:
             lines.append(str(self.memory.plan or "activations: no plan yet (or none is needed)"))
         return "\n".join(filter(None, lines))
@@ -267,6 +271,7 @@ def parallelize(
     topology: Topology | None = None,
     quantiser: Quantiser | None = None,
     payload: Payload | None = None,
+    lowprec: Callable[[nn.Module], object] | None = None,
 ) -> ParallelModel:
     """Spread `model` over the ranks of `runtime`. The model is changed in place; use the result from then on.
 
@@ -288,6 +293,8 @@ def parallelize(
         topology: the machine, for the planner; detected by default.
         payload: how parameters travel in all-gathers, instead of config.comm's; units compute with what it unpacks.
         quantiser: of saved activations, in place of the plain FP8 one, when config.memory quantises.
+        lowprec: called with the sharded model when config.comm.payload is "lowprec"; it gives weights an all-gather of
+            their own (FSDP2's `fsdp_pre_all_gather`) and returns what `why` shows (gem_lowprec.quantize_gathers).
 
     Raises:
         ValueError: a role that is missing, unknown or contradicts the modules; a shard_group that does not divide the
@@ -299,6 +306,10 @@ def parallelize(
     _check_roles(model, roles, table_modules)
     for unit in units:
         find_unit(model, unit)
+    if config.comm.payload == "lowprec" and lowprec is None:
+        raise ValueError("CommConfig.payload is 'lowprec', which needs the function `lowprec` of parallelize, got None")
+    if config.comm.payload == "lowprec" and payload is not None:  # it would pack bytes of FP8 again, as if numbers
+        raise ValueError(f"CommConfig.payload is 'lowprec'; no other payload can pack it, got {payload!r}")
     sharded = runtime.world > 1 or precision == "bf16"
     mesh = make_mesh(runtime, config) if sharded else None
     expert_mesh = make_expert_mesh(runtime, config)
@@ -326,6 +337,9 @@ def parallelize(
             quantiser=quantiser,
             agree=lambda plan: runtime.gather(plan, "the memory plan")[0],
         )
+    gathers: object | None = None
+    if lowprec is not None and mesh is not None and config.comm.payload == "lowprec":
+        gathers = lowprec(dmp.module)
     collectives = Collectives(config.comm, runtime)
     if payload is None and mesh is not None and config.comm.payload == "fp8":
         payload = Fp8Payload()
@@ -361,6 +375,7 @@ def parallelize(
         memory=regions,
         collectives=collectives,
         reduce_every_part=config.reduce_every_part,
+        gathers=gathers,
     )
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from gem_data import SourceUnavailable
-from gem_lowprec import Conversion, Recipe, convert, get_recipe
+from gem_lowprec import Conversion, Gathers, Recipe, convert, get_recipe, quantize_gathers
+from gem_lowprec.fsdp import PAYLOADS
 from gem_model import GEM, ModelInputs
 from gem_model.ranker import Ranker
 from gem_model.roles import roles
@@ -100,6 +101,7 @@ def assemble(
                 f"managed tables ({', '.join(config.inputs.managed)}) need one process, for each would learn a map of "
                 f"its own; this world has {runtime.world}"
             )
+        _check_gathers(config, conversion)
         memory = config.parallel.memory
         if memory.policy != "keep" and not memory.plan_file:  # a resumed run follows the plan that it has
             memory = dataclasses.replace(memory, plan_file=str(run.plan_file))
@@ -112,7 +114,10 @@ def assemble(
         )
         adagrad = RowWiseAdagrad(lr=config.optim.sparse_lr, eps=config.optim.sparse_eps)
         linear = frozenset(matrices(gem))
-        model = parallelize(gem, roles(gem), layout, runtime, sparse=adagrad, units=gem.units())
+        model = parallelize(
+            gem, roles(gem), layout, runtime, sparse=adagrad, units=gem.units(), lowprec=quantize_gathers
+        )
+        _warn_if_plain(config, model.gathers)
         if model.memory is not None:
             model.memory.made = lambda plan: _tell_of(plan, events, progress)
         kernel_by_kernel = graphs.replay_layers(config, model.module, conversion, runtime, model.memory)
@@ -168,6 +173,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "layers": parts.layers,
         "linear_layers": [dataclasses.asdict(row) for row in parts.conversion.rows],
         "sharding": shards,
+        "gathers": str(parts.model.gathers or "").splitlines(),
         "world": parts.runtime.world,
         "device": str(parts.runtime.device),
         "mfu": parts.peak.note,
@@ -207,3 +213,27 @@ def _warn_if_nothing(conversion: Conversion) -> None:
     if asked and not any(row.converted for row in conversion.rows):
         reasons = "; ".join(dict.fromkeys(row.why for row in conversion.rows))
         warnings.warn(f"the recipe {conversion.recipe.name!r} converted no layer: {reasons}", stacklevel=3)
+
+
+def _check_gathers(config: RunConfig, conversion: Conversion) -> None:
+    """Raises ValueError where parallel.comm.payload asks for weights in FP8 and the recipe runs none of them so."""
+    if config.parallel.comm.payload != "lowprec" or any(
+        rule.forward == rule.dgrad and rule.forward in PAYLOADS for rule in conversion.recipe.rules
+    ):
+        return
+    raise ValueError(
+        f"parallel.comm.payload='lowprec' gathers weights as their layers use them in FP8; it expects a lowprec.recipe "
+        f"whose forward and dgrad are both one of {', '.join(PAYLOADS)}, got {conversion.recipe.name!r}"
+    )
+
+
+def _warn_if_plain(config: RunConfig, gathers: object | None) -> None:
+    """Say so when the payload "lowprec" packs nothing."""
+    if config.parallel.comm.payload != "lowprec":
+        return
+    reasons = "this world has one rank, which gathers nothing"
+    if isinstance(gathers, Gathers):
+        if any(row.payload is not None for row in gathers.rows):
+            return
+        reasons = "; ".join(dict.fromkeys(row.why for row in gathers.rows))
+    warnings.warn(f"parallel.comm.payload='lowprec' packs no weight: {reasons}", stacklevel=3)

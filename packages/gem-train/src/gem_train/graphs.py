@@ -50,6 +50,8 @@ def why_not(config: RunConfig, model: nn.Module, conversion: Conversion, runtime
         return f"only GEM's layers can be replayed; this model is a {type(model).__name__}"
     if runtime.world > 1 and config.parallel.experts > 1:
         return f"parallel.experts is {config.parallel.experts}: layers with experts on other ranks hold collectives"
+    if runtime.world > 1 and config.parallel.comm.payload == "lowprec":
+        return "parallel.comm.payload is 'lowprec': graphs read copies of whole weights, and gathered ones are FP8"
     if config.data.share_requests:
         return "data.share_requests makes the numbers of samples and of histories differ from batch to batch"
     if config.lowprec.numerics_every:

@@ -16,6 +16,7 @@ import numpy as np
 import tomli_w
 import torch
 from gem_data import Collator, JaggedBatch
+from gem_lowprec import convert, plan_gathers
 from gem_model import GEM, GemConfig, ModelInputs
 from gem_model.flops import unit_flops
 from gem_model.replay_sharded import Weights
@@ -45,8 +46,9 @@ def describe_model(config: RunConfig, data: Data, *, precision: str) -> ModelSpe
     batch = sample(data, config.data.max_history)
     replayed = precision == "bf16" and not why_launched(config, inputs)
     spec = describe(config.recipe, config.model, inputs, batch, precision=precision, replayed=replayed)
-    packed = config.parallel.comm.payload == "fp8"  # a byte each, and scales
-    return dataclasses.replace(spec, gather_bytes=1) if packed else spec
+    if config.parallel.comm.payload == "fp8":  # a byte each, and scales
+        return dataclasses.replace(spec, gather_bytes=1)
+    return _with_gathers(spec, config, inputs) if config.parallel.comm.payload == "lowprec" else spec
 
 
 def describe(
@@ -96,6 +98,28 @@ def describe(
         gather_bytes=4,  # autocast computes in bfloat16, but gathers float32 parameters
         input_bytes=_bytes(batch) / count,
     )
+
+
+def _with_gathers(spec: ModelSpec, config: RunConfig, inputs: ModelInputs) -> ModelSpec:
+    """The same model with weights that travel as FP8 and scales, each unit's mean of all its parameters.
+
+    How many ranks shard a weight is what the planner is to find: where `parallel.shard_group` doesn't say it, every
+    weight of whole blocks counts as divisible.
+    """
+    model = GEM(config.model, inputs, device="meta")
+    ranks = config.parallel.shard_group or 1
+    convert(model, lowprec_recipe(config))
+    saved = {unit.name: 0 for unit in spec.layers}
+    for row in plan_gathers(model, ranks).rows:
+        if row.payload is not None:
+            unit = next((name for name in saved if row.name.startswith(f"{name}.")), INPUTS)
+            saved[unit] += spec.gather_bytes * row.shape[0] * row.shape[1] - ranks * row.nbytes
+    params = {u.name: u.params + u.experts * u.expert_params for u in spec.layers}
+    layers = tuple(
+        dataclasses.replace(u, gather_bytes=spec.gather_bytes - saved[u.name] / max(params[u.name], 1))
+        for u in spec.layers
+    )
+    return dataclasses.replace(spec, layers=layers)
 
 
 def without_graphs(spec: ModelSpec) -> ModelSpec:

@@ -160,7 +160,8 @@ def memory(model: ModelSpec, layout: Layout, load: TableLoad, batch: int, profil
     state = model.state_bytes * (model.dense_params / layout.fsdp + own_experts / (layout.fsdp // layout.ep))
     gathered = 0.0
     if layout.fsdp > 1:  # two units gathered, one unit's gradients
-        gathered = (2 * model.gather_bytes + model.reduce_bytes) * (widest + widest_expert)
+        gather = max(model.gather_bytes_of(u) for u in model.layers)
+        gathered = (2 * gather + model.reduce_bytes) * (widest + widest_expert)
     sums = 0.0
     if layout.sums_whole:  # a shard's are in the state
         elsewhere = model.dense_params * (1 - 1 / layout.fsdp) + own_experts * (1 - layout.ep / layout.fsdp)

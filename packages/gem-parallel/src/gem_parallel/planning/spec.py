@@ -27,6 +27,7 @@ class LayerSpec:
         count: how many units of this kind follow one another.
         kept_bytes: of the copy of its parameters that every device of several keeps, where the unit is replayed from
             CUDA graphs, which need no all-gather for the backward pass. 0: its parameters are gathered again.
+        gather_bytes: of a parameter in an all-gather, on average; 0: the model's.
         needs_tables: False for a unit that can run before the embeddings have arrived.
         experts: experts of an ensemble whose outputs are summed; 0 for none. Every sample visits every expert.
         expert_params, expert_flops: of one expert (FLOPs forward, of one sample).
@@ -39,6 +40,7 @@ class LayerSpec:
     activation_bytes: float
     count: int = 1
     kept_bytes: float = 0.0
+    gather_bytes: float = 0.0
     needs_tables: bool = True
     experts: int = 0
     expert_params: int = 0
@@ -110,6 +112,10 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         require(bool(self.layers), f"model {self.name!r} has no layers")
+
+    def gather_bytes_of(self, unit: LayerSpec) -> float:
+        """Bytes of one of the unit's parameters in an all-gather."""
+        return unit.gather_bytes or self.gather_bytes
 
     @cached_property
     def units(self) -> tuple[LayerSpec, ...]:

@@ -130,11 +130,11 @@ class _Step:
         known: dict[int, tuple[Cost, ...]] = {}
         for unit in units:
             if id(unit) not in known:
-                costs = []
+                costs, nbytes = [], self.model.gather_bytes_of(unit)
                 if fsdp.size > 1 and unit.params:
-                    costs.append(self.links.all_gather(fsdp, unit.params * self.model.gather_bytes))
+                    costs.append(self.links.all_gather(fsdp, unit.params * nbytes))
                 if efsdp.size > 1 and unit.experts:
-                    costs.append(self.links.all_gather(efsdp, self._local_experts(unit) * self.model.gather_bytes))
+                    costs.append(self.links.all_gather(efsdp, self._local_experts(unit) * nbytes))
                 known[id(unit)] = tuple(costs)
         return [known[id(unit)] for unit in units]
 
