@@ -3,7 +3,7 @@
 config.toml        the resolved configuration; `gem-train run --config` takes it unchanged
 env.json           versions, commit, device, command line
 data.json          which data: source, fingerprint, split sizes, schema
-model.json         the model as assembled: inputs, parameters, precisions, sharding
+model.json         the model as assembled: inputs, parameters, precisions, sharding, gathers
 activations.json   what each region keeps for its backward pass, where parallel.memory plans that
 metrics.jsonl      the training curve            events.jsonl   spans and messages
 numerics.jsonl     how well low precision represents the layers' operands, if lowprec.numerics_every asks for it
