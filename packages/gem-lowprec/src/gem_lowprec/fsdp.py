@@ -128,7 +128,8 @@ def quantize_gathers(model: nn.Module) -> Gathers:
     weight is rounded to before it is quantised, as a plain gather would do. `load_state_dict`, also with
     `assign=True`, keeps it; moving the sharded model to another device or dtype does not. `fully_shard(...,
     reshard_after_forward=<int>)` cannot be combined with it: FSDP2 keeps only plain tensors on a smaller mesh.
-    `gem_lowprec.watch` does not see these weights, as no layer quantises them.
+    `gem_lowprec.watch` does not see these weights, as no layer quantises them. Inputs of less than a layer's
+    `min_tokens` go through a plain product (see `LowPrecisionLinear`), which reads the rounded weight then.
 
     Raises ValueError for a model without an FSDP2 module or without a converted layer.
     """
