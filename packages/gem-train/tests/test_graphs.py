@@ -33,7 +33,7 @@ def recipe(**rule):
         ({"runtime": SimpleNamespace(device=torch.device("cpu"), world=1)}, "need a CUDA device; this run is on cpu"),
         ({"runtime": CARDS}, ""),
         ({"runtime": CARDS, "settings": ("parallel.experts=2",)}, "parallel.experts is 2"),
-        ({"runtime": CARDS, "settings": ("parallel.comm.payload=lowprec",)}, "payload is 'lowprec': graphs read copies"),
+        ({"runtime": CARDS, "settings": ("parallel.comm.payload=lowprec",)}, "payload is 'lowprec': graphs read"),
         ({"settings": ("parallel.comm.payload=lowprec",)}, ""),
         ({"model": nn.Linear(2, 2)}, "this model is a Linear"),
         ({"settings": ("parallel.memory.policy=full",)}, ""),
