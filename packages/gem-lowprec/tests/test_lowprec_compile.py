@@ -19,7 +19,8 @@ from gem_kernels.compile_check import build
 from gem_lowprec import block_gemm, norms, orientations
 from gem_lowprec.attention import launch, projection
 
-wanted = ("fp8 block gemm 3x64x128 into bf16", "both orientations: gradient by hand", "norm to fp8 layer 512", "norm to fp8 layer 1024 2 rows ahead",
+wanted = ("fp8 block gemm 3x64x128 into bf16", "both orientations: gradient by hand", "norm to fp8 layer 512",
+          "norm to fp8 layer 1024 2 rows ahead",
           "fp8 attention forward d128", "fp8 attention forward and rows d128", "fp8 attention operands d128",
           "fp8 projection of attention", "fp8 projection of attention, normed and turned")
 kernels = block_gemm.compile_cases() + orientations.compile_cases() + norms.compile_cases()
