@@ -193,7 +193,7 @@ def quantiser(name: str, device: torch.device, rows: int, cols: int) -> Problem:
         ("1x128 transposed, lean", "1x128 transposed", {"LEAN": 2}),
     ):
         both[variant], runs[variant] = both[base], _with(orientations, runs[base], **options)
-    runs |= {v: partial(quantize, x, s) for v, s in specs.items()}
+    runs |= {v: partial(quantize, x, s, backend="triton" if s is MXFP4 else None) for v, s in specs.items()}
 
     def check(variant: str) -> float:
         if variant in specs:
