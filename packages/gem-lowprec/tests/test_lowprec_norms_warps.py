@@ -58,7 +58,6 @@ def test_simulated(monkeypatch, layer, cols, name):
     monkeypatch.setattr(norms, "hardware", lambda _device: True)
     monkeypatch.setattr(norms, "CHOSEN", {(layer, cols): name})
     monkeypatch.setattr(norms_warps, "SMS", 1)
-    monkeypatch.setattr(language.Language, "debug_barrier", lambda _self: None, raising=False)
     for text in ("$2, 16; and.b32 $1, $2, 0xffff0000;", "$2, $4; and.b32 $1, $2, $6;"):
         monkeypatch.setitem(language.ASSEMBLY, f"shl.b32 $0, {text}", widened)
     way = norms_warps.WAYS[layer, cols][name]
