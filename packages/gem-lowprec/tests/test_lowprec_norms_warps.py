@@ -57,13 +57,12 @@ WAYS = [(*at, name) for at, ways in sorted(norms_warps.WAYS.items()) for name in
 def test_simulated(monkeypatch, layer, cols, name):
     monkeypatch.setattr(norms, "hardware", lambda _device: True)
     monkeypatch.setattr(norms, "CHOSEN", {(layer, cols): name})
-    monkeypatch.setattr(norms_warps, "SMS", 1)
     for text in ("$2, 16; and.b32 $1, $2, 0xffff0000;", "$2, $4; and.b32 $1, $2, $6;"):
         monkeypatch.setitem(language.ASSEMBLY, f"shl.b32 $0, {text}", widened)
     way = norms_warps.WAYS[layer, cols][name]
     rows = 2 * way.rows * way.warps * way.resident - 3  # two rounds of the programs, the last one not full
     monkeypatch.setitem(language.ASSEMBLY, "xor.b32 $0, $1, $2;", lambda x: x)
-    with simulating(seed=7):
+    with simulating(seed=7, processors=1):
         check(layer, cols, rows, "cpu", norm_dtype=torch.bfloat16)
         check(layer, cols, 5, "cpu", norm_dtype=torch.float32, dtype=torch.float16)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from gem_kernels.hopper.launch import programs
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,8 +25,6 @@ from gem_lowprec.kernels import threshold
 from gem_lowprec.tiles import _add, _larger, powers
 
 __all__ = ["WAYS", "Way", "constants", "norm_kernel", "run"]
-
-SMS = 132
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ def run(x: Tensor, arguments: tuple[Any, ...], layer: bool, mode: ScaleMode, way
     tiles = -(-x.shape[0] // (way.rows * way.warps))
     if tiles:
         with torch.cuda.device_of(x):
-            norm_kernel[(min(tiles, SMS * way.resident),)](
+            norm_kernel[(min(tiles, programs(x.device) * way.resident),)](
                 *arguments, tiles, 16, -65536, **constants(layer, x.shape[1], mode, way), num_warps=way.warps,
                 maxnreg=way.registers,
             )  # fmt: skip
