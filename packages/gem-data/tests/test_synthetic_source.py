@@ -14,15 +14,25 @@ def log(tmp_path_factory) -> EventLog:
     return EventLog.open(folder)
 
 
-@pytest.fixture(scope="module")
-def affinity(log) -> np.ndarray:
+def affinities(log: EventLog, recent: int) -> np.ndarray:
     """The affinity, recomputed from the histories that a batch shows."""
-    sequence = Collator(log, max_history=synthetic.RECENT)(np.arange(len(log))).sequences["events"]
+    sequence = Collator(log, max_history=recent)(np.arange(len(log))).sequences["events"]
     sample = np.repeat(np.arange(len(log)), sequence.offsets.diff().numpy())
     hit = (sequence.ids["action"] >= synthetic.CLICK).numpy() & (
         sequence.ids["category"].numpy() == log.column("category")[sample]
     )
-    return np.bincount(sample, weights=hit, minlength=len(log)) / synthetic.RECENT
+    return np.bincount(sample, weights=hit, minlength=len(log)) / recent
+
+
+@pytest.fixture(scope="module", params=[synthetic.RECENT, 24])
+def told(request, log, tmp_path_factory) -> tuple[EventLog, np.ndarray]:
+    """A log and its affinity, which looks back as far as the source says, or as it was told to."""
+    if request.param != synthetic.RECENT:
+        folder = tmp_path_factory.mktemp("logs") / "longer"
+        config = synthetic.SyntheticConfig(events=20_000, seed=4, recent=request.param)
+        build_log(*synthetic.load(config), folder)
+        log = EventLog.open(folder)
+    return log, affinities(log, request.param)
 
 
 def logit(p: np.ndarray) -> np.ndarray:
@@ -31,7 +41,8 @@ def logit(p: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("task", "groups"), [("click", ("item", "segment")), ("convert", ("item",))])
-def test_the_true_probability_is_a_function_of_what_a_batch_shows(log, affinity, task, groups):
+def test_the_true_probability_is_a_function_of_what_a_batch_shows(told, task, groups):
+    log, affinity = told
     price = log.column("price")
     p = log.column("p_click")
     if task == "convert":
@@ -74,7 +85,7 @@ def test_the_optimum_is_the_entropy_of_the_truth(log):
         synthetic.optimal_ne(log, rows[:1])
 
 
-def test_the_optimum_can_be_learnt_and_needs_the_history(log, affinity):
+def test_the_optimum_can_be_learnt_and_needs_the_history(log):
     """A logistic regression on the right features comes within 2.5% of the optimum; not so without the affinity."""
     split = time_split(log)
     labels, _ = log.labels(np.arange(len(log)))
@@ -106,7 +117,7 @@ def test_the_optimum_can_be_learnt_and_needs_the_history(log, affinity):
             return float(torch.nn.functional.binary_cross_entropy_with_logits(logits(test), y[test]) / entropy)
 
     best = synthetic.optimal_ne(log, split.test)["click"]
-    assert best < fit([affinity]) < best * 1.025
+    assert best < fit([affinities(log, synthetic.RECENT)]) < best * 1.025
     assert fit([]) > best * 1.1
 
 

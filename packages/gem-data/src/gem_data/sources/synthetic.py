@@ -5,7 +5,7 @@ impression, the true probabilities are, sigma the logistic function,
 
     click      sigma(b0 + item_bias[item] + segment_effect[segment, category] + w_price price + w_affinity affinity)
     convert    click and sigma(c0 + item_quality[item] + v_price price + v_affinity affinity)
-    affinity   the share of the user's last RECENT events, strictly before, that are clicks in the candidate's category
+    affinity   the share of the user's last `recent` events, strictly before, that are clicks in its category
 
 With `drift`, a category's taste moves over the days: drift sin(2 pi (day / DRIFT_DAYS + phase[category])) is added to
 the click's logit. With `searches`, users also search for a category now and then, in a history of its own, and
@@ -29,7 +29,7 @@ from gem_data.log.event_log import EventLog
 from gem_data.schema import Column, Counter, Schema, Source, Task
 
 ITEMS, CATEGORIES, SEGMENTS = 200, 8, 4
-RECENT = 8  # events that the affinity looks back over
+RECENT = 8  # events that the affinity looks back over, unless a configuration says otherwise
 SKIP, CLICK, CONVERT = 1, 2, 3  # the action ids; 0 is left for padding
 SEARCH = 4  # the action of a search, where there are searches
 W_INTENT = 1.5
@@ -54,13 +54,14 @@ class SyntheticConfig:
     median_length: float = 30.0
     sigma: float = 0.9
     max_length: int = 500
+    recent: int = RECENT  # events that the affinity looks back over
     drift: float = 0.0
     searches: float = 0.0  # the share of sessions that begin with a search
     lengths: Lengths = "lognormal"
     exponent: float = 1.5
 
     def __post_init__(self) -> None:
-        for name in ("events", "median_length", "max_length"):
+        for name in ("events", "median_length", "max_length", "recent"):
             if not 1 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
         for name in ("seed", "sigma", "drift", "exponent"):
@@ -155,8 +156,8 @@ def _simulate(rng: np.random.Generator, lengths: NDArray[np.int64], config: Synt
     left = lengths.copy()
     phase = np.random.default_rng(config.seed + 1).random(CATEGORIES)
     wanted = np.full(users, -1)  # the category of the last search
-    recent_category = np.full((users, RECENT), -1)
-    recent_click = np.zeros((users, RECENT))
+    recent_category = np.full((users, config.recent), -1)
+    recent_click = np.zeros((users, config.recent))
     events: list[dict[str, Array]] = []
     while (left > 0).any():
         if config.searches:
