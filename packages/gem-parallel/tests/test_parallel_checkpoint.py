@@ -16,58 +16,15 @@ from gem_parallel import (
     ParallelConfig,
     PeerLostError,
     PerRank,
-    RowWiseAdagrad,
-    load_optimizer_state,
     optimizer_state,
-    parallelize,
     start,
 )
 from gem_parallel.checkpoint import save as saving
-from gem_parallel.testing import ROWS, UNITS, SmallModel, full_state, run_ranks, small_batch
-
-SPARSE = RowWiseAdagrad(lr=0.05, eps=1e-4)
+from gem_parallel.testing import ROWS, SmallJob, run_ranks
 
 
-class Job:
-    """A model with its optimizer: what a trainer saves."""
-
-    def __init__(self, runtime, sharding="auto", *, seed=0, rows=ROWS, group=0):
-        model = SmallModel(seed=seed, rows=rows)
-        config = ParallelConfig(table_sharding=sharding, table_seed=seed, shard_group=group)
-        self.runtime = runtime
-        self.parallel = parallelize(model, model.roles(), config, runtime, sparse=SPARSE, units=UNITS)
-        self.optimizer = torch.optim.AdamW(self.parallel.dense_parameters(), lr=1e-2)
-
-    def train(self, steps):
-        losses = []
-        for step in steps:
-            batch = small_batch(step).part(self.runtime.rank, self.runtime.world)
-            loss = (self.parallel(batch) - batch.target).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    def state(self):
-        return {"model": self.parallel.state_dict(), "optimizer": optimizer_state(self.parallel, self.optimizer)}
-
-    def restore(self, checkpointer, step=None, **options):
-        state = self.state()
-        loaded = checkpointer.load(state, step, **options)
-        self.parallel.load_state_dict(state["model"])
-        load_optimizer_state(self.parallel, self.optimizer, state["optimizer"])
-        return loaded
-
-    def whole(self):
-        """Everything as whole CPU tensors by name."""
-        whole = {
-            f"{part}/{name}": v for part, values in full_state(self.parallel).items() for name, v in values.items()
-        }
-        for name, value in optimizer_state(self.parallel, self.optimizer)["state"].items():
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            whole[f"optimizer/{name}"] = full.detach().clone()
-        return whole
+def job_of(runtime, sharding="auto", *, seed=0, rows=ROWS, group=0):
+    return SmallJob(runtime, ParallelConfig(table_sharding=sharding, shard_group=group), seed=seed, rows=rows)
 
 
 def assert_same(first, second):
@@ -86,12 +43,12 @@ def runtime():
 
 
 def test_resumed_training_is_bitwise_the_same(runtime, tmp_path):
-    job = Job(runtime)
+    job = job_of(runtime)
     job.train(range(3))
     Checkpointer(tmp_path).save(3, job.state())
     saved = job.whole()
     losses = job.train(range(3, 6))
-    fresh = Job(runtime, seed=9)
+    fresh = job_of(runtime, seed=9)
     assert fresh.restore(Checkpointer(tmp_path)) == 3
     assert_same(fresh.whole(), saved)
     assert fresh.train(range(3, 6)) == losses
@@ -100,12 +57,12 @@ def test_resumed_training_is_bitwise_the_same(runtime, tmp_path):
 
 def save_and_reshard(runtime, folder):
     """Two ranks: save table-wise, resume exactly, load into row-wise, into a (2, 1) mesh, and from one rank's save."""
-    job = Job(runtime, "table_wise")
+    job = job_of(runtime, "table_wise")
     job.train(range(3))
     two = Checkpointer(f"{folder}/two", runtime=runtime)
     two.save(3, {**job.state(), "seed": PerRank([runtime.rank, 10]), "epoch": runtime.rank})
     saved, losses = job.whole(), job.train(range(3, 5))
-    resumed = Job(runtime, "table_wise", seed=5)
+    resumed = job_of(runtime, "table_wise", seed=5)
     state = {"seed": PerRank(None), "epoch": -1}
     two.load(state)
     resumed.restore(two)
@@ -115,25 +72,25 @@ def save_and_reshard(runtime, folder):
         "row_wise": {"sharding": "row_wise"},
         "replicas": {"sharding": "row_wise", "group": 1},
     }.items():
-        other = Job(runtime, seed=6, **layout)
+        other = job_of(runtime, seed=6, **layout)
         other.restore(two)
         others[name] = other.whole()
     from_row_wise = Checkpointer(f"{folder}/two-row-wise", runtime=runtime)
     other.train(range(3, 4))
     from_row_wise.save(4, other.state())
-    column = Job(runtime, "column_wise")
+    column = job_of(runtime, "column_wise")
     column.train(range(2))
     Checkpointer(f"{folder}/columns").save(2, column.state())  # finds the ranks by itself
-    again = Job(runtime, "column_wise", seed=8)
+    again = job_of(runtime, "column_wise", seed=8)
     again.restore(Checkpointer(f"{folder}/columns"))
     others["columns"], others["columns again"] = column.whole(), again.whole()
-    grown = Job(runtime, "row_wise", seed=7)
+    grown = job_of(runtime, "row_wise", seed=7)
     grown.restore(Checkpointer(f"{folder}/one", runtime=runtime))
     return saved, exact, state, others, grown.whole(), other.whole()
 
 
 def test_another_world_and_another_sharding(runtime, tmp_path):
-    one = Job(runtime)
+    one = job_of(runtime)
     one.train(range(4))
     Checkpointer(tmp_path / "one").save(4, one.state())
     first, second = run_ranks(2, __file__, "save_and_reshard", tmp_path / "jobs", str(tmp_path))
@@ -148,17 +105,17 @@ def test_another_world_and_another_sharding(runtime, tmp_path):
     assert_same(others["columns"], others["columns again"])
     assert_same(grown, one.whole())  # 1 -> 2
     for folder, expected in {"two": saved, "two-row-wise": row_wise}.items():  # 2 -> 1
-        back = Job(runtime, seed=4)
+        back = job_of(runtime, seed=4)
         back.restore(Checkpointer(tmp_path / folder))
         assert_same(back.whole(), expected)
 
 
 def test_a_table_may_grow_and_shrink(runtime, tmp_path):
-    job = Job(runtime)
+    job = job_of(runtime)
     job.train(range(3))
     Checkpointer(tmp_path).save(3, job.state())
     old = job.whole()
-    larger = Job(runtime, seed=1, rows={**ROWS, "item": ROWS["item"] + 7, "user": ROWS["user"] - 5})
+    larger = job_of(runtime, seed=1, rows={**ROWS, "item": ROWS["item"] + 7, "user": ROWS["user"] - 5})
     initial = larger.whole()
     with pytest.raises(CheckpointError, match=r"item\.weight has shape \(59, 8\), expected \(66, 8\)"):
         larger.restore(Checkpointer(tmp_path))
@@ -213,7 +170,7 @@ def test_only_what_is_asked_for_is_loaded(runtime, tmp_path):
 
 
 def test_optimizer_state_before_the_first_step_is_a_start(runtime):
-    job, twin = Job(runtime), Job(runtime)
+    job, twin = job_of(runtime), job_of(runtime)
     before = job.whole()
     assert all(not value.any() for name, value in before.items() if name.startswith("optimizer/"))
     assert job.train(range(3)) == twin.train(range(3))

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gem_parallel import (
-    Checkpointer,
-    ParallelConfig,
-    RowWiseAdagrad,
-    export_tables,
-    load_optimizer_state,
-    optimizer_groups,
-    optimizer_state,
-    parallelize,
-    start,
-)
-from gem_parallel.testing import UNITS, SmallModel, full_state, relative_error, run_ranks, small_batch
+from gem_parallel import Checkpointer, ParallelConfig, export_tables, start
+from gem_parallel.testing import SmallJob, relative_error, run_ranks
 
 BEFORE = {"shard_group": 2, "experts": 2, "table_sharding": "row_wise", "table_strategy": "v3", "table_copies": 2}
 AFTER = {  # world -> where the checkpoint of four ranks (2 x 2, two expert ranks, v3) is loaded
@@ -31,52 +21,12 @@ AFTER = {  # world -> where the checkpoint of four ranks (2 x 2, two expert rank
 }
 
 
-class Job:
-    """Adam's moments, AdaGrad's, and a loss that does not depend on the world."""
-
-    def __init__(self, runtime, seed, options):
-        model = SmallModel(seed=seed, experts=4)
-        sparse = RowWiseAdagrad(lr=0.05, eps=1e-4)
-        config = ParallelConfig(table_seed=seed, **options)
-        self.runtime = runtime
-        self.parallel = parallelize(model, model.roles(), config, runtime, sparse=sparse, units=UNITS)
-        groups = optimizer_groups([{"params": self.parallel.dense_parameters()}])
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
-
-    def train(self, steps):
-        losses = []
-        for step in steps:
-            batch = small_batch(step).part(self.runtime.rank, self.runtime.world)
-            loss = (self.parallel(batch) - batch.target).square().mean()
-            loss.backward()
-            self.parallel.clip_grad_norm_(1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(sum(self.runtime.gather(loss.item(), "the loss")) / self.runtime.world)
-        return losses
-
-    def state(self):
-        return {"model": self.parallel.state_dict(), "optimizer": optimizer_state(self.parallel, self.optimizer)}
-
-    def restore(self, folder):
-        state = self.state()
-        Checkpointer(folder, runtime=self.runtime).load(state)
-        self.parallel.load_state_dict(state["model"])
-        load_optimizer_state(self.parallel, self.optimizer, state["optimizer"])
-
-    def whole(self):
-        """All weights and moments of all ranks, by name."""
-        found = {f"{part}/{k}": v for part, values in full_state(self.parallel).items() for k, v in values.items()}
-        mine = {}
-        for name, value in optimizer_state(self.parallel, self.optimizer)["state"].items():
-            mine[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
-        for held in self.runtime.gather({k: v.detach().clone() for k, v in mine.items()}, "the moments"):
-            found |= {f"optimizer/{name}": value for name, value in held.items()}
-        return found
+def job_of(runtime, seed, options):
+    return SmallJob(runtime, ParallelConfig(**options), seed=seed, experts=4, adam={"eps": 1e-4})
 
 
 def save(runtime, folder):
-    job = Job(runtime, 0, BEFORE)
+    job = job_of(runtime, 0, BEFORE)
     losses = job.train(range(3))
     Checkpointer(f"{folder}/checkpoint", runtime=runtime).save(3, job.state())
     names = export_tables(job.parallel, f"{folder}/tables")
@@ -87,8 +37,8 @@ def go_on(runtime, folder):
     """In every layout of this world: what was loaded, and the losses of what follows."""
     found = []
     for seed, options in enumerate(AFTER[runtime.world], start=5):
-        job = Job(runtime, seed, options)
-        job.restore(f"{folder}/checkpoint")
+        job = job_of(runtime, seed, options)
+        job.restore(Checkpointer(f"{folder}/checkpoint", runtime=runtime))
         loaded = job.whole()
         found.append((loaded, job.train(range(3, 6)), job.whole()))
     return found
@@ -97,7 +47,7 @@ def go_on(runtime, folder):
 @pytest.mark.slow
 def test_four_ranks_go_on_as_one_two_or_four(tmp_path):
     with start("cpu", timeout_s=20) as runtime:
-        uninterrupted = Job(runtime, 0, AFTER[1][0])
+        uninterrupted = job_of(runtime, 0, AFTER[1][0])
         first = uninterrupted.train(range(3))
         middle = uninterrupted.whole()
         last, final = uninterrupted.train(range(3, 6)), uninterrupted.whole()

@@ -8,15 +8,12 @@ from gem_parallel import (
     Checkpointer,
     ParallelConfig,
     RowWiseAdagrad,
-    load_optimizer_state,
-    optimizer_groups,
-    optimizer_state,
     parallelize,
     start,
 )
 from gem_parallel.dense import expert
 from gem_parallel.selfcheck import compare
-from gem_parallel.testing import UNITS, SmallModel, full_state, run_ranks, small_batch
+from gem_parallel.testing import SmallJob, SmallModel, full_state, run_ranks, small_batch
 
 SPARSE = RowWiseAdagrad(lr=0.05, eps=1e-4)
 
@@ -62,61 +59,35 @@ def test_four_ranks_equal_one(tmp_path):
         assert results[1][2] == {(0, 1, 2, 3), (rank % 2, rank % 2 + 2)}  # dense mesh, expert mesh
 
 
-class Job:
-    def __init__(self, runtime, seed=0, **options):
-        model = SmallModel(seed=seed, experts=2)
-        config = ParallelConfig(table_sharding="row_wise", table_seed=seed, **options)
-        self.runtime = runtime
-        self.parallel = parallelize(model, model.roles(), config, runtime, sparse=SPARSE, units=UNITS)
-        groups = optimizer_groups([{"params": self.parallel.dense_parameters(), "weight_decay": 0.1}])
-        self.groups = len(groups)
-        # foreach refuses DTensors of several meshes, so that this tests the groups
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=True)
-
-    def train(self, steps):
-        losses = []
-        for step in steps:
-            batch = small_batch(step).part(self.runtime.rank, self.runtime.world)
-            loss = (self.parallel(batch) - batch.target).square().mean()
-            loss.backward()
-            self.parallel.clip_grad_norm_(1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(sum(self.runtime.gather(loss.item(), "loss")) / self.runtime.world)
-        return losses
-
-    def state(self):
-        return {"model": self.parallel.state_dict(), "optimizer": optimizer_state(self.parallel, self.optimizer)}
-
-    def restore(self, folder):
-        state = self.state()
-        Checkpointer(folder, runtime=self.runtime).load(state)
-        self.parallel.load_state_dict(state["model"])
-        load_optimizer_state(self.parallel, self.optimizer, state["optimizer"])
+def job_of(runtime, seed=0, ranks=1):
+    """Two experts on the ranks of an expert axis."""
+    config = ParallelConfig(table_sharding="row_wise", experts=ranks)
+    # foreach refuses DTensors of several meshes, so that this tests the groups
+    return SmallJob(runtime, config, seed=seed, experts=2, adam={"weight_decay": 0.1, "foreach": True})
 
 
 def save_spread(runtime, folder):
     """Save with an expert axis, go on, resume; resume what one rank without an axis saved; whole state dicts."""
-    job = Job(runtime, experts=2)
+    job = job_of(runtime, ranks=2)
     job.train(range(3))
     Checkpointer(f"{folder}/spread", runtime=runtime).save(3, job.state())
     saved = full_state(job.parallel)
     losses = job.train(range(3, 6))
-    again = Job(runtime, seed=4, experts=2)
-    again.restore(f"{folder}/spread")
+    again = job_of(runtime, seed=4, ranks=2)
+    again.restore(Checkpointer(f"{folder}/spread", runtime=runtime))
     assert again.train(range(3, 6)) == losses
-    from_one = Job(runtime, seed=5, experts=2)
-    from_one.restore(f"{folder}/one")
-    whole = Job(runtime, seed=6, experts=2)
+    from_one = job_of(runtime, seed=5, ranks=2)
+    from_one.restore(Checkpointer(f"{folder}/one", runtime=runtime))
+    whole = job_of(runtime, seed=6, ranks=2)
     whole.parallel.load_state_dict(saved)
     reloaded = full_state(whole.parallel)
     same = all(torch.equal(saved[part][name], value) for part in saved for name, value in reloaded[part].items())
-    return saved, losses, from_one.train(range(3, 6)), same, job.groups
+    return saved, losses, from_one.train(range(3, 6)), same, len(job.optimizer.param_groups)
 
 
 def test_checkpoints_of_experts(tmp_path):
     with start("cpu", timeout_s=20) as runtime:
-        one = Job(runtime)
+        one = job_of(runtime)
         one.train(range(3))
         Checkpointer(tmp_path / "one", runtime=runtime).save(3, one.state())
         expected = one.train(range(3, 6))
@@ -127,8 +98,8 @@ def test_checkpoints_of_experts(tmp_path):
         assert groups == 2
         assert from_one == pytest.approx(expected, rel=1e-5)
         assert losses == pytest.approx(expected, rel=1e-5)
-        back = Job(runtime, seed=7)
-        back.restore(tmp_path / "spread")
+        back = job_of(runtime, seed=7)
+        back.restore(Checkpointer(tmp_path / "spread", runtime=runtime))
         for name, value in full_state(back.parallel)["model"].items():
             assert torch.equal(value, saved["model"][name]), name
 
