@@ -5,7 +5,7 @@ impression, the true probabilities are, sigma the logistic function,
 
     click      sigma(b0 + item_bias[item] + segment_effect[segment, category] + w_price price + w_affinity affinity)
     convert    click and sigma(c0 + item_quality[item] + v_price price + v_affinity affinity)
-    affinity   the share of the user's last `recent` events, strictly before, that are clicks in its category
+    affinity   the share of the user's last `recent` events, strictly before, that are clicks in the item's category
 
 With `drift`, a category's taste moves over the days: drift sin(2 pi (day / DRIFT_DAYS + phase[category])) is added to
 the click's logit. With `searches`, users also search for a category now and then, in a history of its own, and
