@@ -11,7 +11,7 @@ import pytest
 import torch
 from gem_kernels import schedule
 from gem_kernels.bench import __main__ as bench
-from gem_kernels.bench import carry, cases, peers, prebuild, skew, suite, timing
+from gem_kernels.bench import carry, cases, gate, peers, prebuild, skew, suite, timing
 from gem_kernels.tiling import Tile
 
 LENGTHS = (np.array([5, 0, 20]), np.array([7, 3, 18]))
@@ -85,7 +85,7 @@ def test_polynomials_are_gated_against_the_exact_activation(device, no_clock):
     assert p.scale * p.q.float().norm(dim=-1).max() * p.k.float().norm(dim=-1).max() <= 1.0001 * suite.BOUND
     rows = rows_of(case, "silu_poly", device)
     assert {r["op"] for r in rows} == {"gdpa:silu_poly"}
-    assert all(r["error"] < suite.TOLERANCE for r in rows)
+    assert all(r["error"] < gate.TOLERANCE for r in rows)
     assert rows_of(small(name="pma"), "silu_poly", device) == []
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gem_kernels import flops
 from gem_kernels.bench import __main__ as bench
-from gem_kernels.bench import cases, suite
+from gem_kernels.bench import cases, gate, suite
 from gem_kernels.dispatch import Problem
 from gem_kernels.hopper import launch, launch_backward, support
 from gem_kernels.jagged_attention import jagged_attention
@@ -236,14 +236,14 @@ def test_the_gate_knows_masks_bias_and_head_dimensions(options) -> None:  # type
     p = suite.Problem.make(case, None, torch.device("cpu"))
     assert p.q.shape[2] == options.get("dim", cases.DIM)
     variant = suite._by_autograd(lambda *x: attend(*x, p), (p.q, p.k, p.v), p.dout)
-    assert max(suite.gate(p, {"right": variant}, ("forward", "backward")).values()) < suite.TOLERANCE
+    assert max(suite.gate(p, {"right": variant}, ("forward", "backward")).values()) < gate.TOLERANCE
     if max(case.window) >= 0:
         wrong = suite._by_autograd(
             lambda *x: jagged_attention(*x, *p.where, backend="reference"), (p.q, p.k, p.v), p.dout
         )
         assert suite.gate(p, {"wrong": wrong}, ("forward",)) == {}
         seen = sum(
-            int((~suite._hidden(torch.zeros(1, q, k), case.window)).sum()) for q, k in zip(case.q, case.k, strict=True)
+            int((~gate.hidden(torch.zeros(1, q, k), case.window)).sum()) for q, k in zip(case.q, case.k, strict=True)
         )
         assert seen == flops.pairs(case.q, case.k, window=case.window).sum()
 
@@ -279,7 +279,7 @@ def test_the_gate_lets_a_right_kernel_through() -> None:
     variant = suite._by_autograd(lambda *x: attend(*x, p), (p.q, p.k, p.v), p.dout)
     errors = suite.gate(p, {"right": variant}, ("forward", "backward"))
     assert set(errors) == {("right", "forward"), ("right", "backward")}
-    assert max(errors.values()) < suite.TOLERANCE
+    assert max(errors.values()) < gate.TOLERANCE
 
 
 @pytest.mark.parametrize("spoil", [lambda x: x * 1.02, lambda x: x.index_fill(0, torch.tensor([6]), float("nan"))])

@@ -8,82 +8,23 @@ it cold, as at the start of a run, is up to 15% faster.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from gem_kernels import dispatch, flops, testing
+from gem_kernels import dispatch, flops
 from gem_kernels.bench import peers, timing
 from gem_kernels.bench.cases import HEADS, Case
-from gem_kernels.gdpa import ACTIVATIONS, gdpa
+from gem_kernels.bench.gate import gate
+from gem_kernels.bench.problem import BOUND, POLYNOMIAL, Problem, Variant
+from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
 
-TOLERANCE = 1e-2  # relative error of a BF16 result against float64
-SAMPLE = 10  # sequences of a case that the gate compares
-POLYNOMIAL = ("silu_poly", "gelu_poly")
-BOUND = 4.0  # of the scores, where a polynomial takes the activation's place
 WITH_DBIAS = " and dbias"
 FORWARD_COMPARED = ("3x128", "3x128-halves", "3x64", "3x64-halves", "3x64-once")
 POLYNOMIAL_CASES = ("self-full-1024", "self-half-1024", "self-half-512", "short-kv-256")
-
-
-@dataclass
-class Problem:
-    """One case on the device. `act` is None for softmax."""
-
-    case: Case
-    act: str | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    q_offsets: Tensor
-    k_offsets: Tensor
-    bias: Tensor | None = None
-    scale: float = 1.0
-
-    @classmethod
-    def make(cls, case: Case, act: str | None, device: torch.device, *, constant: bool = False) -> Problem:
-        """Fresh N(0, 1) inputs in BF16; constant: of one number, so that little switches and little power is needed."""
-        rows_q, rows_k = int(case.q.sum()), int(case.k.sum())
-        q, k, v, dout = (
-            torch.randn(n, HEADS, case.dim, device=device, dtype=torch.bfloat16)
-            for n in (rows_q, rows_k, rows_k, rows_q)
-        )
-        if constant:
-            q, k, v = (torch.full_like(x, 0.5) for x in (q, k, v))
-        q_offsets, k_offsets = (testing.offsets_of(x.tolist(), device) for x in (case.q, case.k))
-        if torch.equal(q_offsets, k_offsets):
-            k_offsets = q_offsets  # as a model's layers give them, by which self-attention is told
-        size = (1, HEADS, case.max_q, case.max_k)
-        bias = torch.randn(size, device=device, dtype=torch.bfloat16) if case.bias else None
-        scale = 1.0 / math.sqrt(case.dim)
-        if act in POLYNOMIAL:  # a bound that the norms of q and k guarantee
-            scale = BOUND / float(q.float().norm(dim=-1).max() * k.float().norm(dim=-1).max())
-        return cls(case, act, q, k, v, dout, q_offsets, k_offsets, bias, scale)
-
-    @property
-    def where(self) -> tuple[Tensor, Tensor, int, int]:
-        """Offsets and maxima, as the operators take them."""
-        return self.q_offsets, self.k_offsets, self.case.max_q, self.case.max_k
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """What the dispatch must know, see `dispatch.Problem`."""
-        asked = {"window": max(self.case.window) >= 0, "bias": self.case.bias, f"activation:{self.act}": self.act}
-        return tuple(name for name, on in asked.items() if on)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Something to time: `forward()` gives O, `backward()` (after `forward`) gives dQ, dK, dV."""
-
-    forward: Callable[[], Tensor] | None
-    backward: Callable[[], tuple[Tensor, ...]] | None
 
 
 def _by_autograd(
@@ -241,82 +182,6 @@ def theirs(p: Problem, chosen: tuple[str, ...]) -> dict[str, Variant]:
         except Exception as error:  # whatever a peer throws is the finding
             print(f"  no {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     return found
-
-
-def _reference(p: Problem) -> tuple[Tensor, list[tuple[slice, slice]], list[Tensor]]:
-    """Float64 O and gradients of some sequences: the shortest, the longest and others from a fixed seed."""
-    order = torch.as_tensor(p.case.q + p.case.k).argsort().tolist()
-    middle = torch.randperm(len(order), generator=torch.Generator().manual_seed(0))[: SAMPLE - 2].tolist()
-    outs, spans, grads = [], [], []
-    for b in sorted({order[0], order[-1], *middle}):
-        rows = slice(int(p.q_offsets[b]), int(p.q_offsets[b + 1]))
-        cols = slice(int(p.k_offsets[b]), int(p.k_offsets[b + 1]))
-        q, k, v = (x[s].double().requires_grad_() for x, s in ((p.q, rows), (p.k, cols), (p.v, cols)))
-        s = torch.einsum("qhd,khd->hqk", q, k) * p.scale
-        if p.bias is not None:
-            s = s + p.bias[0, :, : s.shape[1], : s.shape[2]].double()
-        hidden = _hidden(s, p.case.window)
-        if p.act is None:  # a row that sees no key gets 0
-            weights = s.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
-        else:
-            weights = ACTIVATIONS[p.act](s).masked_fill(hidden, 0.0)
-        out = torch.einsum("hqk,khd->qhd", weights, v)
-        grads.append(torch.autograd.grad(out, (q, k, v), p.dout[rows].double()))
-        outs.append(out.detach())
-        spans.append((rows, cols))
-    return torch.cat(outs), spans, [torch.cat(g) for g in zip(*grads, strict=True)]
-
-
-def _hidden(s: Tensor, window: tuple[int, int]) -> Tensor:
-    """Which keys a query does not see, [Lq, Lk] for scores [H, Lq, Lk]."""
-    rows, cols = s.shape[1:]
-    left, right = (side if side >= 0 else rows + cols for side in window)
-    distance = torch.arange(cols, device=s.device) - torch.arange(cols - rows, cols, device=s.device)[:, None]
-    return (distance < -left) | (distance > right)
-
-
-def _poison(device: torch.device) -> None:
-    """Leave NaN in the memory that the next allocations get."""
-    largest = 28 if device.type == "cuda" else 16
-    blocks = [torch.full((2**n,), float("nan"), device=device) for n in range(largest, 8, -1)]
-    del blocks
-
-
-def gate(p: Problem, variants: dict[str, Variant], passes: Iterable[str]) -> dict[tuple[str, str], float]:
-    """The relative error of every variant and pass that is right. What is wrong, or raises, is named and has none, so
-    that it is not timed.
-    """
-    out, spans, grads = _reference(p)
-    errors: dict[tuple[str, str], float] = {}
-    for name, variant in variants.items():
-        for what in passes:
-            if (variant.forward if what == "forward" else variant.backward) is None:
-                continue
-            print(f"  {p.case.name} {name} {what}: ", end="", flush=True)
-            try:
-                _poison(p.q.device)
-                if what == "forward":
-                    assert variant.forward is not None
-                    full: tuple[Tensor, ...] = (variant.forward(),)
-                    expected, sides = [out], [0]
-                else:
-                    assert variant.backward is not None
-                    full = variant.backward()
-                    expected, sides = grads, [0, 1, 1]
-                picked = [torch.cat([x[pair[side]] for pair in spans]) for x, side in zip(full, sides, strict=True)]
-                errors[name, what] = _checked(full, picked, expected)
-                print(f"relative error {errors[name, what]:.2e}", flush=True)
-            except Exception as error:  # whatever it throws is the finding
-                print(f"NOT TIMED: {type(error).__name__}: {str(error)[:300]}", flush=True)
-    return errors
-
-
-def _checked(full: Iterable[Tensor], got: list[Tensor], expected: list[Tensor]) -> float:
-    error = max(((g.double() - e).norm() / e.norm()).item() for g, e in zip(got, expected, strict=True))
-    finite = all(bool(x.isfinite().all()) for x in full)
-    if not (error < TOLERANCE and finite):
-        raise RuntimeError(f"wrong: relative error {error:.3g}, all finite: {finite}")
-    return error
 
 
 def measure(
