@@ -61,7 +61,8 @@ def resolve(module: griffe.Module, name: str) -> griffe.Object | None:
     except griffe.AliasResolutionError:
         return None  # from another distribution
     if isinstance(found, griffe.Module) and name in found.members:
-        return resolve(found, name)
+        inner = resolve(found, name)  # of another distribution where a module `nn` imports torch's
+        return found if inner is None else inner
     return found
 
 
