@@ -1,6 +1,7 @@
-"""Write the tables of docs/benchmarks/README.md from the JSON files: `python tools/benchmark_tables.py [--check]`.
+"""Write the tables of docs/benchmarks from the JSON files: `python tools/benchmark_tables.py [--check]`.
 
-Everything after the marker line is generated; `--check` changes nothing and exits with 1 when the page is out of date.
+README.md has the files beside it, earlier/README.md those of kernels and layers as they were. Everything after a page's
+marker line is generated; `--check` changes nothing and exits with 1 when a page is out of date.
 """
 
 from __future__ import annotations
@@ -192,26 +193,66 @@ def efficiency(name: str, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def glance(results: list[dict[str, Any]]) -> str:
+    """The public operators beside their best peer of the same run, forward and backward: a line for each case."""
+    lines = [
+        "## At a glance",
+        "",
+        "Useful TFLOP/s of the public operator (`hopper`), in brackets the best peer's of the same run.",
+        "",
+        "| op | case | forward | backward | commit |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    told: dict[tuple[str, str, str], dict[str, str]] = {}
+    for result in results:
+        for row in result["rows"]:
+            # A plain product of 8192 is a ceiling, and what pads does more than is counted: all are peers but it
+            peers = {peer: rate for peer, rate in row["peers"].items() if not peer.startswith("gemm")}
+            if row["variant"] != "hopper" or row.get("tflops") is None or not peers:
+                continue
+            best = max(peers, key=lambda peer: peers[peer])
+            key = (row["op"], f"{row['case']} (d{row['head_dim']})", result["commit"][:10])
+            told.setdefault(key, {})[row["pass"]] = f"{row['tflops']:.0f} ({best} {peers[best]:.0f})"
+    lines += [
+        f"| {op} | {case} | {rates.get('forward', '')} | {rates.get('backward', '')} | {commit} |"
+        for (op, case, commit), rates in told.items()
+    ]
+    return "\n".join(lines)
+
+
+def contents(files: list[Path], results: list[dict[str, Any]]) -> str:
+    """The files of a page by suite."""
+    suites: dict[str, list[str]] = {}
+    for path, result in zip(files, results, strict=True):
+        suites.setdefault(result["suite"], []).append(f"[{path.stem}]({path.name})")
+    return "\n".join(["| suite | files |", "| --- | --- |", *(f"| {s} | {', '.join(f)} |" for s, f in suites.items())])
+
+
 def page(folder: Path, current: str) -> str:
     """The page with its tables made anew; the part above the marker stays."""
     head = current.split(MARKER)[0].rstrip()
     files = sorted(folder.glob("*.json"))
-    tables = "\n\n".join(table(path.name, json.loads(path.read_text())) for path in files)
-    return f"{head}\n\n{MARKER}\n\n{tables}\n"
+    results = [json.loads(path.read_text()) for path in files]
+    parts = [contents(files, results)]
+    if folder == FOLDER:
+        parts.append(glance([result for result in results if result["suite"] in ("attention", "gdpa")]))
+    parts += [table(path.name, result) for path, result in zip(files, results, strict=True)]
+    return "\n\n".join([head, MARKER, *parts]) + "\n"
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     args = parser.parse_args()
-    readme = FOLDER / "README.md"
-    current = readme.read_text()
-    fresh = page(FOLDER, current)
-    if args.check and fresh != current:
-        raise SystemExit(f"{readme} is out of date; run python tools/benchmark_tables.py")
-    if not args.check:
-        readme.write_text(fresh)
+    for folder in (FOLDER, FOLDER / "earlier"):
+        readme = folder / "README.md"
+        current = readme.read_text()
+        fresh = page(folder, current)
+        if args.check and fresh != current:
+            raise SystemExit(f"{readme} is out of date; run python tools/benchmark_tables.py")
+        if not args.check:
+            readme.write_text(fresh)
 
 
 if __name__ == "__main__":
