@@ -53,7 +53,7 @@ from gem_parallel import (
 )
 from gem_parallel.bench.results import write
 from gem_parallel.planning.layout import place_tables
-from gem_parallel.planning.step import step_ops
+from gem_parallel.planning.step import Step
 from scaling_rows import Kept, Row, chosen, table
 from scaling_steps import Alone, Bench, Tell, alone, clear, forget, step, timed, trace
 
@@ -129,7 +129,7 @@ def predicted(
         spec = replace(spec, gather_bytes=1)
     found = predict(spec, topology, layout, batch, profile=profile)
     load = place_tables(spec, layout.table_shard)
-    ops = step_ops(spec, layout, load, batch, topology, profile, shown=layout.parts)
+    ops = Step(spec, layout, load, batch, topology, profile).ops(layout.parts)
     uneven = sum(op.seconds for op in ops if op.load == "samples")
     return {"ms": (found.step_s + (work - 1) * uneven) * 1e3, "memory_gib": found.memory["peak"] / 2**30}
 

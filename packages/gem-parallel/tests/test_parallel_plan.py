@@ -19,7 +19,7 @@ from gem_parallel.planning.cost import Group, Links
 from gem_parallel.planning.layout import Layout, memory, place_tables
 from gem_parallel.planning.planner import _evaluate, _layouts
 from gem_parallel.planning.simulator import Disturbance, scaling_curve, simulate
-from gem_parallel.planning.step import step_ops
+from gem_parallel.planning.step import Step
 from gem_parallel.planning.timeline import COMPUTE, Op, run
 
 EXAMPLES = files("gem_parallel") / "examples"
@@ -155,7 +155,7 @@ def test_memory_by_hand():
     packed = replace(model, layers=tuple(replace(u, gather_bytes=1.5) for u in model.layers))
     assert memory(packed, layout, load, 32, profile)["gathered units"] == 10_000_000 * (1.5 + 1.5 + 4)
     sent = [
-        sum(sum(op.sent) for op in step_ops(m, layout, load, 32, cluster(4), profile) if "fsdp all" in op.kind)
+        sum(sum(op.sent) for op in Step(m, layout, load, 32, cluster(4), profile).ops() if "fsdp all" in op.kind)
         for m in (model, packed)
     ]
     assert sent[1] == pytest.approx(0.75 * sent[0])
@@ -170,7 +170,7 @@ def test_replayed_layers_keep_a_copy_and_gather_once():
     again, once = (small(layers=(replace(layer, name="head", count=1), kind)) for kind in (layer, unit))
     layout, topology = Layout(world=8, fsdp=8, table_shard=8), cluster(2)
     gathers = [
-        sum(op.kind == "fsdp all-gather" for op in step_ops(m, layout, place_tables(m, 8), 32, topology, EXACT))
+        sum(op.kind == "fsdp all-gather" for op in Step(m, layout, place_tables(m, 8), 32, topology, EXACT).ops())
         for m in (again, once)
     ]
     assert gathers == [10, 10 - unit.count]
@@ -352,7 +352,7 @@ def test_the_curve_of_the_documentation():
 def test_every_op_lists_what_it_sends():
     model, topology = small(), cluster(zone=64)
     layout = Layout(world=64, fsdp=8, table_shard=16, table_copies=4, strategy="v3")
-    ops = step_ops(model, layout, place_tables(model, 16), 64, topology, EXACT)
+    ops = Step(model, layout, place_tables(model, 16), 64, topology, EXACT).ops()
     by_kind: dict[str, np.ndarray] = {}
     for op in ops:
         if op.stream != COMPUTE:
@@ -442,9 +442,9 @@ def test_a_measured_profile_predicts_the_step_within_fifteen_percent(tmp_path, w
         layout = Layout(world=world, fsdp=world, table_shard=world)
         model = ModelSpec(name="two units", layers=layers)
         load = place_tables(model, world)
-        found = run(step_ops(model, layout, load, 128, machine, profile)).end
+        found = run(Step(model, layout, load, 128, machine, profile).ops()).end
         assert found == pytest.approx(truth, rel=0.15)
-        assumed = run(step_ops(model, layout, load, 128, machine, Profile(slowdown=0.0))).end
+        assumed = run(Step(model, layout, load, 128, machine, Profile(slowdown=0.0)).ops()).end
         assert abs(assumed / truth - 1) > 0.5
 
 

@@ -14,7 +14,7 @@ from gem_parallel.planning.cost import Links
 from gem_parallel.planning.layout import Layout, memory, place_tables
 from gem_parallel.planning.planner import _evaluate, _layouts, hidden_seconds
 from gem_parallel.planning.simulator import SHOWN, Disturbance, simulate
-from gem_parallel.planning.step import step_ops
+from gem_parallel.planning.step import Step
 from gem_parallel.planning.timeline import COMPUTE, run
 
 EXACT = Profile(
@@ -50,7 +50,7 @@ def small(**changes):
 
 def sent(model, layout, batch, topology):
     found: dict[str, float] = {}
-    for op in step_ops(model, layout, place_tables(model, layout.table_shard), batch, topology, EXACT, shown=99):
+    for op in Step(model, layout, place_tables(model, layout.table_shard), batch, topology, EXACT).ops(99):
         if op.stream != COMPUTE:
             found[op.kind] = found.get(op.kind, 0.0) + sum(op.sent)
     return found
@@ -113,7 +113,7 @@ def test_a_part_begins_when_the_one_before_has_ended():
     """V3 by hand: the next part's gathers of tables wait for the owners' update, the lookup for ids and weights."""
     model = small()
     layout = Layout(world=8, fsdp=8, table_shard=4, table_copies=2, strategy="v3", parts=2)
-    ops = step_ops(model, layout, place_tables(model, 4), 64, cluster(latency=5.0), EXACT)
+    ops = Step(model, layout, place_tables(model, 4), 64, cluster(latency=5.0), EXACT).ops()
     kinds = [(op.part, op.kind) for op in ops]
     gather, lookup = kinds.index((1, "table all-gather")), kinds.index((1, "lookup"))
     assert {gather, kinds.index((1, "id all-to-all"))} <= set(ops[lookup].after)
@@ -133,7 +133,7 @@ def test_many_parts_are_three_and_more_of_the_middle_one(strategy, every):
     copies = 1 if strategy == "v1" else 2
     tables = {"table_shard": 8 // copies, "table_copies": copies, "strategy": strategy}
     layout = Layout(world=8, fsdp=4, **tables, parts=9, reduce_every_part=every)
-    ops = step_ops(model, layout, place_tables(model, layout.table_shard), 288, topology, profile, shown=9)
+    ops = Step(model, layout, place_tables(model, layout.table_shard), 288, topology, profile).ops(9)
     assert {op.part for op in ops} == set(range(9))
     clock = run(ops, 9)
     found = predict(model, topology, layout, 288, profile=profile)

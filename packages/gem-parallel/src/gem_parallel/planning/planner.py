@@ -17,7 +17,7 @@ from gem_parallel.planning.layout import STRATEGIES, Layout, TableLoad, memory, 
 from gem_parallel.planning.profile import Profile
 from gem_parallel.planning.reasons import about_axes, about_parts
 from gem_parallel.planning.spec import ModelSpec
-from gem_parallel.planning.step import step_ops
+from gem_parallel.planning.step import Step
 from gem_parallel.planning.timeline import COMPUTE, Op, repeats, run
 from gem_parallel.planning.topology import Topology
 
@@ -339,7 +339,7 @@ def _evaluate(
     profile: Profile,
     links: Links,
 ) -> Candidate:
-    ops = step_ops(model, layout, load, batch, topology, profile, links)
+    ops = Step(model, layout, load, batch, topology, profile, links).ops()
     clock = run(ops, layout.parts)
     waits = {kind: seconds for kind, seconds in clock.waits.items() if seconds > 0}
     waits["slower beside comms"] = hidden_seconds(ops, clock.waits, layout.parts) * profile.slowdown

@@ -16,7 +16,7 @@ from gem_parallel.planning.layout import place_tables
 from gem_parallel.planning.planner import Plan, hidden_seconds, plan
 from gem_parallel.planning.profile import Profile
 from gem_parallel.planning.spec import ModelSpec
-from gem_parallel.planning.step import step_ops
+from gem_parallel.planning.step import Step
 from gem_parallel.planning.timeline import COMPUTE, Op, repeats, run
 from gem_parallel.planning.topology import Topology
 
@@ -121,7 +121,7 @@ def simulate(chosen: Plan, disturbance: Disturbance | None = None) -> Simulation
     # [shown, ranks]: every part has samples of its own
     work = disturbance.samples(world * shown, layout.part(chosen.batch)).reshape(shown, world)
     speed = disturbance.speeds(world)
-    ops = step_ops(chosen.model, layout, load, chosen.batch, chosen.topology, chosen.profile, shown=SHOWN)
+    ops = Step(chosen.model, layout, load, chosen.batch, chosen.topology, chosen.profile).ops(SHOWN)
     dense = [op.seconds * n for op, n in zip(ops, repeats(ops, layout.parts), strict=True) if op.kind == "dense"]
     equal = run(ops, layout.parts)
     slower = hidden_seconds(ops, equal.waits, layout.parts) * chosen.profile.slowdown

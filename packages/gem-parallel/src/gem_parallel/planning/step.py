@@ -10,29 +10,13 @@ from gem_parallel.planning.timeline import COMPUTE, Op
 from gem_parallel.planning.topology import Topology
 
 
-def step_ops(
-    model: ModelSpec,
-    layout: Layout,
-    load: TableLoad,
-    batch: int,
-    topology: Topology,
-    profile: Profile,
-    links: Links | None = None,
-    *,
-    shown: int = 3,
-) -> list[Op]:
+class Step:
     """One training step of every rank; loads are the mean rank's, but for tables, where the busiest sets the pace.
 
     Args:
-        batch: samples of a rank and step.
-        shown: parts that are listed at most; `timeline.run` lets those between the first and the last stand for others.
+        batch: samples of a rank and step; the layout may cut them into parts.
+        links: what collectives cost, by default those of `topology` and `profile`.
     """
-    step = _Step(model, layout, load, layout.part(batch), topology, profile, links or Links(topology, profile))
-    return step.build(min(layout.parts, shown))
-
-
-class _Step:
-    """`batch` is that of a part."""
 
     def __init__(
         self,
@@ -42,9 +26,11 @@ class _Step:
         batch: int,
         topology: Topology,
         profile: Profile,
-        links: Links,
+        links: Links | None = None,
     ) -> None:
-        self.model, self.layout, self.load, self.batch, self.links = model, layout, load, batch, links
+        self.model, self.layout, self.load = model, layout, load
+        self.batch = layout.part(batch)  # of a part
+        self.links = links or Links(topology, profile)
         self.profile = profile
         self.rate = profile.tflops * 1e12
         self.fixed = profile.unit_us * 1e-6
@@ -52,15 +38,22 @@ class _Step:
         self.lookup_rate = topology.memory_gbps * 1e9 * profile.lookup_efficiency
         self.groups = layout.groups
         self.gathers = self._gathers(model.units)
-        self.ops: list[Op] = []
+        self._ops: list[Op] = []
         self.index = 0  # of the part
         self.before: tuple[int, ...] = ()  # what the next part's first operations of any stream wait for
 
-    def build(self, parts: int) -> list[Op]:
-        """So many parts, of which the last ends in the dense update."""
+    def ops(self, shown: int = 3) -> list[Op]:
+        """All of its operations, the dense update last.
+
+        Args:
+            shown: parts that are listed at most; `timeline.run` lets those between the first and the last stand for
+                others.
+        """
+        parts = min(self.layout.parts, shown)
+        self._ops, self.before = [], ()
         for self.index in range(parts):
             self._part(last=self.index == parts - 1)
-        return self.ops
+        return self._ops
 
     def _part(self, *, last: bool) -> None:
         """Forward, backward, updates."""
@@ -95,8 +88,8 @@ class _Step:
 
     def _add(self, kind: str, stream: str, cost: Cost | float, after: tuple[int, ...] = (), **more: object) -> int:
         seconds, sent = (cost, ()) if isinstance(cost, float) else (cost.seconds, cost.sent)
-        self.ops.append(Op(kind, stream, seconds, after, part=self.index, sent=sent, **more))  # type: ignore[arg-type]
-        return len(self.ops) - 1
+        self._ops.append(Op(kind, stream, seconds, after, part=self.index, sent=sent, **more))  # type: ignore[arg-type]
+        return len(self._ops) - 1
 
     def _lookup(self) -> int | None:
         """V3's all-gather, the exchange of ids, the lookup, and the exchange of embeddings."""
