@@ -11,6 +11,7 @@ from gem_kernels.dispatch import why
 from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
 from gem_kernels.jagged_attention.tables import position_bias, time_bias
+from gem_kernels.late import LateProduct
 from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.norms import layer_norm, qk_norm, rms_norm
 from gem_kernels.projections import Among, Turn, gated_heads, rotary_heads, sigmoid_gate
@@ -21,6 +22,7 @@ from gem_kernels.stream import norm_rows, norm_rows_twice
 
 __all__ = [
     "Among",
+    "LateProduct",
     "Rope",
     "Turn",
     "__version__",

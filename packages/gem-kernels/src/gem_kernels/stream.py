@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gem_kernels import dispatch, norms, sequences
+from gem_kernels.late import LateProduct
 from gem_kernels.norms import placed
 
 __all__ = ["norm_rows", "norm_rows_twice"]
@@ -33,6 +34,7 @@ def norm_rows(
     others: Tensor | None = None,
     offsets: Tensor | None = None,
     recent: int = 0,
+    product: LateProduct | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`rms_norm` or `layer_norm` of h = x + residual, h itself, and `most_recent` of h.
@@ -47,6 +49,8 @@ def norm_rows(
         others: [N] int64, those that are nobody's: together all numbers below T + N.
         offsets: [B + 1], for `recent`.
         recent: k of `most_recent`; 0 for none.
+        product: the only one that reads y and needs it for its gradients: y is not kept for it, but written again by
+            the backward pass of the norm.
         backend: of the norm: "reference" or "triton"; None lets `dispatch` choose.
 
     Returns:
@@ -73,23 +77,30 @@ def norm_rows(
         assert residual is not None
         residual = residual.index_select(0, places)
         places = None
-    if name == dispatch.REFERENCE or watched:
+    late = None if watched else product
+    if late is not None:
+        late.taken = True
+    weights = (late and late.weight, late)
+    if late is None and (name == dispatch.REFERENCE or watched):
         found = norms._norm(x, residual, residual_bias, weight, bias, kind, eps, False, backend)
         y, total = (found, x) if isinstance(found, Tensor) else found
         latest = None
     elif places is not None:
         y, total, latest = _Placed.apply(
             x, residual, residual_bias, weight, bias, places, others, offsets if recent else None, recent, kind,
-            float(eps), name,
+            float(eps), name, *weights,
         )  # fmt: skip
-    elif recent:
+    elif recent and late is None:
         assert offsets is not None
         sequences._check_offsets("offsets", offsets, x, False)
         y, total, latest = _Recent.apply(
             x, residual, residual_bias, weight, bias, offsets, recent, kind, float(eps), name
         )
     else:
-        (y, total), latest = _Rows.apply(x, residual, residual_bias, weight, bias, kind, float(eps), name), None
+        (y, total), latest = (
+            _Rows.apply(x, residual, residual_bias, weight, bias, kind, float(eps), name, *weights),
+            None,
+        )
     if recent and latest is None:
         assert offsets is not None
         latest = sequences.most_recent(total, offsets, recent)
@@ -110,6 +121,7 @@ def norm_rows_twice(
     others: Tensor,
     offsets: Tensor | None = None,
     recent: int = 0,
+    product: LateProduct | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """`norm_rows` with places, and LayerNorm of h without weight and bias, for a reader who has these in its weights.
@@ -129,7 +141,7 @@ def norm_rows_twice(
     name = dispatch.choose("norms", x, backend, (f"norm:{kind}", "residual"))
     watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
     if name == dispatch.REFERENCE or watched:
-        rest = {"offsets": offsets, "recent": recent, "backend": backend}
+        rest = {"offsets": offsets, "recent": recent, "product": product, "backend": backend}
         return *norm_rows(x, weight, bias, kind=kind, eps=eps, **asked, **rest), None  # type: ignore[arg-type]
     if bare_eps <= 0:
         raise ValueError(f"bare_eps must be positive; got {bare_eps}")
@@ -139,9 +151,11 @@ def norm_rows_twice(
         if offsets is None:
             raise ValueError("the most recent rows need offsets")
         sequences._check_offsets("offsets", offsets, x, False)
+    if product is not None:
+        product.taken = True
     return _PlacedTwice.apply(  # type: ignore[no-any-return]
         x, residual, residual_bias, weight, bias, places, others, offsets if recent else None, recent, kind,
-        float(eps), name, float(bare_eps),
+        float(eps), name, float(bare_eps), product and product.weight, product,
     )  # fmt: skip
 
 
@@ -175,31 +189,40 @@ def _forward(
 def _backward(
     ctx: Any, dy: Tensor | None, dtotal: Tensor | None, total: Tensor, *vectors: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The gradient of h and those of weight, bias and residual_bias."""
+    """The gradient of h, and those of weight, bias, residual_bias and a product's weight."""
     dy = torch.zeros_like(total) if dy is None else dy
-    if vectors[2] is None:
+    product: Tensor | None = None
+    if ctx.product is not None and ctx.product.waits:
+        again = dispatch.module("norms", ctx.rest[3]).backward_again
+        dx, *found, y = again(dy, dtotal, total, *vectors, *ctx.rest[:2])
+        product = ctx.product.gradient(y)
+    elif ctx.rest[3] == dispatch.REFERENCE:
+        dx, *found, _ = norms.reference.backward_again(dy, dtotal, total, *vectors, *ctx.rest[:2])
+    elif vectors[2] is None:
         dx, *found = norms._backward(dy, dtotal, total, *vectors[:2], *ctx.rest)
         found.append(None)
     else:
         dx, *found = norms._backward_with_sums(dy, dtotal, total, *vectors, *ctx.rest)
-    return dx, [None if v is None else d for v, d in zip(vectors, found, strict=True)]
+    return dx, [*(None if v is None else d for v, d in zip(vectors, found, strict=True)), product]
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, residual_bias: Tensor | None, weight: Tensor | None,
-        bias: Tensor | None, *rest: Any,
+        bias: Tensor | None, kind: str, eps: float, name: str, _weight: Tensor | None = None,
+        product: LateProduct | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, total = _forward(ctx, x, residual, weight, bias, *rest)
+        ctx.product = product
+        y, total = _forward(ctx, x, residual, weight, bias, kind, eps, name)
         ctx.save_for_backward(total if ctx.residual else x, weight, bias, residual_bias)
         return y, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx, (dweight, dbias, dsums) = _backward(ctx, dy, dtotal, *ctx.saved_tensors)
-        return dx, dx if ctx.residual else None, dsums, dweight, dbias, *(None,) * 3
+        dx, (dweight, dbias, dsums, dproduct) = _backward(ctx, dy, dtotal, *ctx.saved_tensors)
+        return dx, dx if ctx.residual else None, dsums, dweight, dbias, *(None,) * 3, dproduct, None
 
 
 class _Recent(torch.autograd.Function):
@@ -208,6 +231,7 @@ class _Recent(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, residual_bias: Tensor | None, weight: Tensor | None,
         bias: Tensor | None, offsets: Tensor, recent: int, *rest: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx.product = None
         y, total = _forward(ctx, x, residual, weight, bias, *rest)
         ctx.save_for_backward(total if ctx.residual else x, weight, bias, residual_bias, offsets)
         return y, total, sequences._most_recent(total, offsets, recent, ctx.rest[3])
@@ -218,7 +242,7 @@ class _Recent(torch.autograd.Function):
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dlatest: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         *saved, offsets = ctx.saved_tensors
-        dx, (dweight, dbias, dsums) = _backward(ctx, dy, dtotal, *saved)
+        dx, (dweight, dbias, dsums, _) = _backward(ctx, dy, dtotal, *saved)
         if dlatest is not None:
             _add_latest(dx, dsums, dlatest, offsets, ctx.rest[3])
         return dx, dx if ctx.residual else None, dsums, dweight, dbias, *(None,) * 5
@@ -242,11 +266,11 @@ class _Placed(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, residual_bias: Tensor | None, weight: Tensor | None,
         bias: Tensor | None, places: Tensor, others: Tensor, offsets: Tensor | None, recent: int, kind: str,
-        eps: float, name: str,
+        eps: float, name: str, _weight: Tensor | None = None, product: LateProduct | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.rest = (kind, eps)
-        ctx.name = name
+        ctx.name, ctx.product = name, product
         y, total, _ = placed.forward(x, residual, places, weight, bias, *ctx.rest)
         ctx.save_for_backward(total, places, others, weight, bias, residual_bias, offsets)
         return y, total, None if offsets is None else sequences._most_recent(total, offsets, recent, name)
@@ -256,7 +280,8 @@ class _Placed(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dlatest: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        return *_placed_backward(ctx, dy, dtotal, dlatest), *(None,) * 7
+        *found, dproduct = _placed_backward(ctx, dy, dtotal, dlatest)
+        return *found, *(None,) * 7, dproduct, None
 
 
 class _PlacedTwice(torch.autograd.Function):
@@ -266,10 +291,10 @@ class _PlacedTwice(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, residual_bias: Tensor | None, weight: Tensor | None,
         bias: Tensor | None, places: Tensor, others: Tensor, offsets: Tensor | None, recent: int, kind: str,
-        eps: float, name: str, bare_eps: float,
+        eps: float, name: str, bare_eps: float, _weight: Tensor | None = None, product: LateProduct | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.rest, ctx.name, ctx.bare_eps = (kind, eps), name, bare_eps
+        ctx.rest, ctx.name, ctx.bare_eps, ctx.product = (kind, eps), name, bare_eps, product
         y, total, bare = placed.forward(x, residual, places, weight, bias, kind, eps, bare_eps)
         ctx.save_for_backward(total, places, others, weight, bias, residual_bias, offsets)
         latest = None if offsets is None else sequences._most_recent(total, offsets, recent, name)
@@ -280,24 +305,27 @@ class _PlacedTwice(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dlatest: Tensor | None, dbare: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        return *_placed_backward(ctx, dy, dtotal, dlatest, dbare, ctx.bare_eps), *(None,) * 8
+        *found, dproduct = _placed_backward(ctx, dy, dtotal, dlatest, dbare, ctx.bare_eps)
+        return *found, *(None,) * 8, dproduct, None
 
 
 def _placed_backward(
     ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dlatest: Tensor | None, dbare: Tensor | None = None,
     bare_eps: float | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of x, residual, residual_bias, weight and bias."""
+    """The gradients of x, residual, residual_bias, weight, bias and a product's weight."""
     total, places, others, weight, bias, residual_bias, offsets = ctx.saved_tensors
     kind, eps = ctx.rest
     dy = torch.zeros_like(total) if dy is None else dy
+    y = torch.empty_like(total) if ctx.product is not None and ctx.product.waits else None
     dx, dresidual, (dweight, dbias, dsums) = placed.backward(
-        dy, dtotal, total, places, others, weight, bias, residual_bias, kind, eps, dbare, bare_eps
+        dy, dtotal, total, places, others, weight, bias, residual_bias, kind, eps, dbare, bare_eps, y
     )
+    dproduct = None if y is None else ctx.product.gradient(y)
     if dlatest is not None and dx.shape[0]:
         there = _add_latest(dx, dsums, dlatest, offsets, ctx.name)
         back = torch.arange(1, dlatest.shape[1] + 1, device=dx.device)
         rows = (offsets[1:, None] - back).clamp(min=0).flatten()  # where there is none, nothing is added to any
         added = torch.where(there[..., None], dlatest, 0).flatten(0, 1)
         dresidual.index_add_(0, places[rows], added.to(dresidual.dtype))
-    return dx, dresidual, dsums, dweight, dbias
+    return dx, dresidual, dsums, dweight, dbias, dproduct

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gem_kernels.late import LateProduct
 from gem_kernels.norms import layer_norm, rms_norm
 from gem_kernels.stream import norm_rows, norm_rows_twice
 
@@ -37,11 +38,12 @@ class RMSNorm(nn.Module):
         recent: int = 0,
         places: Tensor | None = None,
         others: Tensor | None = None,
+        product: LateProduct | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `norm_rows`."""
         return norm_rows(
             x, self.weight, kind="rms", eps=self.eps, residual=residual, residual_bias=residual_bias, offsets=offsets,
-            recent=recent, places=places, others=others,
+            recent=recent, places=places, others=others, product=product,
         )  # fmt: skip
 
     def rows_twice(
@@ -54,11 +56,13 @@ class RMSNorm(nn.Module):
         places: Tensor,
         others: Tensor,
         bare_eps: float,
+        product: LateProduct | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """See `norm_rows_twice`."""
         return norm_rows_twice(
             x, self.weight, kind="rms", eps=self.eps, bare_eps=bare_eps, residual=residual,
             residual_bias=residual_bias, places=places, others=others, offsets=offsets, recent=recent,
+            product=product,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -85,11 +89,12 @@ class LayerNorm(nn.LayerNorm):
         recent: int = 0,
         places: Tensor | None = None,
         others: Tensor | None = None,
+        product: LateProduct | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `norm_rows`."""
         return norm_rows(
             x, self.weight, self.bias, kind="layer", eps=self.eps, residual=residual, residual_bias=residual_bias,
-            offsets=offsets, recent=recent, places=places, others=others,
+            offsets=offsets, recent=recent, places=places, others=others, product=product,
         )  # fmt: skip
 
 

@@ -177,7 +177,12 @@ def backward_kernel(
         dy = _load(dy_ptr, _at(row, dy_row, dy_head, HEADS), inside, C, CUTS, SPAN)
         normal, inverse = _normalise(x, C, CUTS, SPAN, EPS, LAYER)
         if ROWS:  # what the forward pass made, for a caller who did not keep it
-            store(rows_ptr, normal * weight if WEIGHT else normal, row, inside, C, CUTS, SPAN)
+            y = normal
+            if WEIGHT:
+                y = y * weight
+            if BIAS:
+                y = y + bias
+            store(rows_ptr, y, row, inside, C, CUTS, SPAN)
         if SWISH:  # y = x sigmoid(a): x is a factor itself, and a carries the rest
             a = normal
             if WEIGHT:

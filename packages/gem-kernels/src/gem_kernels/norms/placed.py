@@ -85,8 +85,10 @@ def _backward_kernel(
     dy_row, dtotal_row, dbare_row, rows, tiles,
     C: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr, LAYER: tl.constexpr, DTOTAL: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
-    BARE: tl.constexpr, BARE_EPS: tl.constexpr,
+    BARE: tl.constexpr, BARE_EPS: tl.constexpr, rows_ptr=None, bias_f32=None,
 ):  # fmt: skip
+    """With `rows_ptr` the norm's result again, for which it needs a bias that there is."""
+    ROWS: tl.constexpr = rows_ptr is not None
     part = tl.program_id(0).to(tl.int64)
     if WEIGHT:
         weight = _vector(weight_f32, C, CP)
@@ -102,6 +104,13 @@ def _backward_kernel(
         x = load_rows(x_ptr, row, inside, C, C, CP, True).to(tl.float32)
         dy = load_rows(dy_ptr, row, inside, dy_row, C, CP, True).to(tl.float32)
         normal, inverse = _normal(x, C, CP, EPS, LAYER)
+        if ROWS:
+            y = normal
+            if WEIGHT:
+                y = y * weight
+            if BIAS:
+                y = y + _vector(bias_f32, C, CP)
+            store_rows(rows_ptr, y, row, inside, C, C, CP)
         if BIAS:
             dbias += _fold(dy, BM, CP, LANES)
         if WEIGHT:
@@ -174,10 +183,10 @@ def forward(
 def backward(
     dy: Tensor, dtotal: Tensor | None, total: Tensor, places: Tensor, others: Tensor, weight: Tensor | None,
     bias: Tensor | None, residual_bias: Tensor | None, kind: str, eps: float, dbare: Tensor | None = None,
-    bare_eps: float | None = None,
+    bare_eps: float | None = None, again: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
     """The sum's gradient, for x [T, C] and in the places of the residual [T + N, C], whose `others` are zero; those of
-    weight, bias and residual_bias.
+    weight, bias and residual_bias. Into `again` [T, C], if given, goes the norm's result once more.
     """
     rows, width = total.shape
     weight, bias = dense(weight, bias)
@@ -203,7 +212,8 @@ def backward(
         total if weight is None else weight, dx, dresidual, sums, *strides, rows, each,
         C=width, CP=t.bn, BM=t.bm, EPS=eps, LAYER=kind == "layer", DTOTAL=dtotal is not None,
         WEIGHT=weight is not None, BIAS=bias is not None, SUMS=residual_bias is not None, STAGES=t.stages,
-        LANES=_lanes(t, total.element_size()), BARE=dbare is not None, BARE_EPS=bare_eps or 1.0,
+        LANES=_lanes(t, total.element_size()), BARE=dbare is not None, BARE_EPS=bare_eps or 1.0, rows_ptr=again,
+        bias_f32=None if again is None else bias,
     )  # fmt: skip
     if into and parts:
         sum_up(sums, parts, *into)
@@ -220,11 +230,14 @@ def compile_cases() -> list[CompileCase]:
         for name, kernel in (("forward", _forward_kernel), ("backward", _backward_kernel)):
             t = _tile(width, name == "backward")
             constants = {**shared, "CP": t.bn, "BM": t.bm}
+            without: list[dict[str, object]] = [{}]  # arguments that are not there
             if name == "backward":
                 constants |= {"DTOTAL": True, "SUMS": True, "STAGES": t.stages, "LANES": _lanes(t, 2)}
-            types, divisible = signature(kernel, "bf16", constants)
-            title = f"norms placed {kind}{' bare' if bare else ''} {name} bf16 c{width}"
-            cases.append(CompileCase(title, kernel, types, constants, t, divisible))
+                without = [{"rows_ptr": None, "bias_f32": None}, {} if layer else {"bias_f32": None}]
+            for nothing, note in zip(without, ("", " rows"), strict=False):
+                types, divisible = signature(kernel, "bf16", constants | nothing)
+                title = f"norms placed {kind}{' bare' if bare else ''} {name}{note} bf16 c{width}"
+                cases.append(CompileCase(title, kernel, types, constants | nothing, t, divisible))
     t = _tile(512, False)
     constants = {"C": 512, "CP": t.bn, "BM": t.bm}
     types, divisible = signature(_clear_kernel, "bf16", constants)

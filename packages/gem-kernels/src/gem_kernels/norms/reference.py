@@ -29,3 +29,34 @@ def norm(
     if swish:
         y = wide * torch.sigmoid(y)
     return y.to(x.dtype), total
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    swish: bool,
+) -> tuple[Tensor, Tensor]:
+    """As the kernels' of this name."""
+    y, total = norm(x, residual, weight, bias, kind=kind, eps=eps, swish=swish)
+    return y, x.new_empty(0) if residual is None else total
+
+
+def backward_again(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor | None,
+    residual_bias: Tensor | None, kind: str, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As the kernels' of this name: gradients of the sum, of weight, bias and residual_bias, and the result again."""
+    with torch.enable_grad():
+        given = [None if t is None else t.detach().requires_grad_() for t in (total, weight, bias)]
+        assert given[0] is not None
+        y, _ = norm(given[0], None, given[1], given[2], kind=kind, eps=eps, swish=False)
+    dx, *found = torch.autograd.grad(y, [t for t in given if t is not None], dy)
+    dx = dx if dtotal is None else dx + dtotal
+    nothing = total.new_empty(0)
+    vectors = [nothing if t is None else found.pop(0) for t in given[1:]]
+    sums = nothing if residual_bias is None else dx.sum(0, dtype=residual_bias.dtype)
+    return dx, vectors[0], vectors[1], sums, y.detach()

@@ -21,7 +21,15 @@ from gem_kernels.checks import dense
 from gem_kernels.norms.kernels import backward_kernel, forward_kernel, sum_kernel
 from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature, strides
 
-__all__ = ["applies", "backward", "backward_with_rows", "backward_with_sums", "compile_cases", "forward"]
+__all__ = [
+    "applies",
+    "backward",
+    "backward_again",
+    "backward_with_rows",
+    "backward_with_sums",
+    "compile_cases",
+    "forward",
+]
 
 MAX_WIDTH = 8192
 PARTS = 512  # programs of a backward pass at most, and rows of the first stage's result: 4 on an SM of 128 and more
@@ -206,6 +214,15 @@ def backward_with_rows(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tup
     return dx, dweight, rows
 
 
+def backward_again(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor | None,
+    residual_bias: Tensor | None, kind: str, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `backward_with_sums`, and the norm's result again."""
+    rows = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+    return *_run(dy, dtotal, total, weight, bias, residual_bias, rows, kind, eps, False), rows
+
+
 def backward_with_sums(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -263,11 +280,15 @@ def _run(
     return dx, gradients[0], gradients[1], gradients[2]
 
 
-def _compile_case(kind: str, width: int, swish: bool, how: Spread, *, name: str, note: str = "") -> CompileCase:
+def _compile_case(
+    kind: str, width: int, swish: bool, how: Spread, *, name: str, note: str = "", rows: bool = False
+) -> CompileCase:  # fmt: skip
     """One pass, `name`, with what it may have besides: a residual, sums for its bias, or the forward pass's rows."""
     layer = kind == "layer"
     kernel = forward_kernel if name == "forward" else backward_kernel
-    extra = {"RESIDUAL": True} if name == "forward" else {"DTOTAL": True, "SUMS": layer, "ROWS": not layer}
+    extra = {"RESIDUAL": True}
+    if name != "forward":
+        extra = {"DTOTAL": True, "SUMS": layer, "ROWS": rows or not layer}
     constants: dict[str, object] = {
         "HEADS": 1, "EPS": 1e-6, "LAYER": layer, "SWISH": swish, "WEIGHT": True, "BIAS": layer, **extra,
         **how.constants(width, 2), "STAGES": how.stages, "FAST": True,
@@ -292,6 +313,8 @@ def compile_cases() -> list[CompileCase]:
     for width, swish in ((512, False), (512, True), (384, False)):
         how = alone(width, extra=1 + swish)
         cases.append(_compile_case("layer", width, swish, how, name="backward", note=" 1-warp"))
+    how = spread(512, True, extra=1)
+    cases.append(_compile_case("layer", 512, False, how, name="backward", note=" rows", rows=True))
     for t, note in ((SUM, ""), (SUM_MANY, " many")):
         constants = {"C": 512, "BIAS": True, "BM": t.bm, "BN": t.bn}
         types, divisible = signature(sum_kernel, "bf16", constants)

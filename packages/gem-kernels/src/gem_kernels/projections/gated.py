@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS, check_count, dense
+from gem_kernels.late import LateProduct
 from gem_kernels.operator import operator
 from gem_kernels.projections import reference
 from gem_kernels.projections.checks import check_bias, check_packed, check_vector
@@ -25,6 +27,7 @@ def gated_heads(
     *,
     bias: Tensor | None = None,
     eps: float = 1e-6,
+    product: LateProduct | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The parts of [gate || up || q] = packed: SwiGLU's product, and heads of q, each divided by its root mean square::
@@ -39,6 +42,8 @@ def gated_heads(
         bias: [2 hidden + H D] floating, the projection's, which packed holds already. Its gradient is made here, where
             packed's is, so the projection should be given `bias.detach()`; otherwise it would count twice.
         eps: added to the mean square, positive.
+        product: the only one that reads h and needs it for its gradients: h is not kept for it, but written again by
+            the backward pass of the gate.
         backend: "reference" or "triton"; None lets `dispatch` choose.
 
     Returns:
@@ -58,10 +63,15 @@ def gated_heads(
         check_vector("weight", weight, width // heads)
     check_bias(bias, packed)
     name = dispatch.choose("projections", packed, backend, (f"head:{width // heads}",))
-    if name == dispatch.REFERENCE:
+    late = None if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None else product
+    if name == dispatch.REFERENCE and late is None:
         return reference.gated_heads(reference.with_bias(packed, bias), hidden, heads, weight, float(eps))
+    if late is not None:
+        late.taken = True
     weight, bias = dense(weight, bias)
-    return _Gated.apply(packed, weight, bias, hidden, heads, float(eps), name)  # type: ignore[no-any-return]
+    return _Gated.apply(  # type: ignore[no-any-return]
+        packed, weight, bias, hidden, heads, float(eps), name, late and late.weight, late
+    )
 
 
 def sigmoid_gate(x: Tensor, logits: Tensor, *, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -97,18 +107,29 @@ def sigmoid_gate(x: Tensor, logits: Tensor, *, bias: Tensor | None = None, backe
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, packed: Tensor, weight: Tensor | None, bias: Tensor | None, hidden: int, heads: int, eps: float,
+        name: str, _weight: Tensor | None = None, product: LateProduct | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(packed, weight, bias)
-        ctx.rest = rest
+        ctx.rest = rest = (hidden, heads, eps, name)
+        ctx.product = product
         return _gated(packed, weight, *rest)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dgated: Tensor, dq: Tensor) -> tuple[Any, ...]:
         packed, weight, bias = ctx.saved_tensors
-        dpacked, dweight, dbias = _gated_backward(dgated, dq, packed, weight, bias, *ctx.rest)
-        return dpacked, None if weight is None else dweight, None if bias is None else dbias, *(None,) * 4
+        product: Tensor | None = None
+        if ctx.product is None:
+            dpacked, dweight, dbias = _gated_backward(dgated, dq, packed, weight, bias, *ctx.rest)
+        else:
+            hidden, *_, name = ctx.rest
+            h = packed.new_empty(packed.shape[0], hidden) if ctx.product.waits else None
+            backward = dispatch.module("projections", name).gated_backward
+            dpacked, dweight, dbias = backward(dgated, dq, packed, weight, bias, *ctx.rest[:3], h)
+            product = None if h is None else ctx.product.gradient(h)
+        dweight, dbias = None if weight is None else dweight, None if bias is None else dbias
+        return dpacked, dweight, dbias, *(None,) * 4, product, None
 
 
 class _Sigmoid(torch.autograd.Function):

@@ -39,8 +39,10 @@ def _gate_kernel(
 def _gate_backward_kernel(
     packed_ptr, dh_ptr, dpacked_ptr, parts_f32, packed_row, dh_row, dpacked_row, rows, tiles,
     HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, h_ptr=None,
 ):  # fmt: skip
+    """With `h_ptr` the product of gate and up again."""
+    AGAIN: tl.constexpr = h_ptr is not None
     part = (tl.program_id(0) // CHUNKS).to(tl.int64)
     column = tl.program_id(0) % CHUNKS * BN + tl.arange(0, BN)
     inside = column < HIDDEN
@@ -57,6 +59,10 @@ def _gate_backward_kernel(
         open_ = tl.sigmoid(gate)
         dup = dh * gate * open_
         dgate = dh * up * open_ * (1.0 + gate * (1.0 - open_))
+        if AGAIN:
+            h = gate * open_ * up
+            to_h = row[:, None] * HIDDEN + column[None, :]
+            tl.store(h_ptr + to_h, h.to(h_ptr.dtype.element_ty), mask=mask)
         to = row[:, None] * dpacked_row + column[None, :]
         tl.store(dpacked_ptr + to, dgate.to(dpacked_ptr.dtype.element_ty), mask=mask)
         tl.store(dpacked_ptr + HIDDEN + to, dup.to(dpacked_ptr.dtype.element_ty), mask=mask)
@@ -153,8 +159,12 @@ def swiglu(packed: Tensor, hidden: int) -> Tensor:
     return h
 
 
-def swiglu_backward(dh: Tensor, packed: Tensor, dpacked: Tensor, dbias: Tensor | None, hidden: int) -> None:
-    """Writes the gradients of gate and up into dpacked, and their columns' sums into dbias [2 hidden]."""
+def swiglu_backward(
+    dh: Tensor, packed: Tensor, dpacked: Tensor, dbias: Tensor | None, hidden: int, again: Tensor | None = None
+) -> None:
+    """Writes the gradients of gate and up into dpacked, their columns' sums into dbias [2 hidden], and what `swiglu`
+    made into `again` [T, hidden], if given.
+    """
     rows, t = packed.shape[0], _gate_tile(hidden, True)
     chunks = triton.cdiv(hidden, t.bn)
     parts, each = shares(rows, t.bm)
@@ -163,6 +173,7 @@ def swiglu_backward(dh: Tensor, packed: Tensor, dpacked: Tensor, dbias: Tensor |
         _gate_backward_kernel, parts * chunks, packed.device, t,
         packed, dh, dpacked, sums, packed.stride(0), dh.stride(0), dpacked.stride(0), rows, each,
         HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn, BIAS=dbias is not None, STAGES=t.stages,
+        h_ptr=again,
     )  # fmt: skip
     if dbias is not None:
         sum_up(sums, parts, dbias)
@@ -214,6 +225,9 @@ def compile_cases() -> list[CompileCase]:
                 "CHUNKS": triton.cdiv(columns, t.bn), "BM": t.bm, "BN": t.bn,
             }  # fmt: skip
             constants |= {"BIAS": True, "STAGES": t.stages} if backward else {}
-            types, divisible = signature(kernel, "bf16", constants)
-            cases.append(CompileCase(f"projections {name} bf16 c{columns}", kernel, types, constants, t, divisible))
+            without: list[dict[str, object]] = [{"h_ptr": None}, {}] if name == "gate backward" else [{}]
+            for nothing, note in zip(without, ("", " again"), strict=False):
+                types, divisible = signature(kernel, "bf16", constants | nothing)
+                title = f"projections {name}{note} bf16 c{columns}"
+                cases.append(CompileCase(title, kernel, types, constants | nothing, t, divisible))
     return cases

@@ -47,6 +47,28 @@ def gated_heads(packed: Tensor, hidden: int, heads: int, weight: Tensor | None, 
     return gated, normed(rest.unflatten(1, (heads, rest.shape[1] // heads)), weight, eps)
 
 
+def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float) -> tuple[Tensor, Tensor]:
+    """As the kernels' of this name."""
+    return gated_heads(packed, hidden, heads, weight, eps)
+
+
+def gated_backward(
+    dgated: Tensor, dq: Tensor, packed: Tensor, weight: Tensor | None, bias: Tensor | None, hidden: int, heads: int,
+    eps: float, again: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As the kernels' of this name: gradients of packed, weight and bias; into `again`, SwiGLU's product."""
+    with torch.enable_grad():
+        leaf, scale = (None if t is None else t.detach().requires_grad_() for t in (packed, weight))
+        assert leaf is not None
+        h, q = gated_heads(leaf, hidden, heads, scale, eps)
+    dpacked, *dweight = torch.autograd.grad((h, q), [leaf] if scale is None else [leaf, scale], (dgated, dq))
+    if again is not None:
+        again.copy_(h.detach())
+    nothing = packed.new_empty(0)
+    dbias = nothing if bias is None else dpacked.sum(0, dtype=bias.dtype)
+    return dpacked, *(dweight or (nothing,)), dbias
+
+
 def rotary_heads(
     packed: Tensor, heads: int, weights: list[Tensor | None], positions: list[Tensor], bases: list[float], eps: float
 ) -> tuple[Tensor, ...]:

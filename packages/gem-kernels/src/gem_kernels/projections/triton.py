@@ -325,15 +325,18 @@ def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: f
 
 def gated_backward(
     dgated: Tensor, dq: Tensor, packed: Tensor, weight: Tensor | None, bias: Tensor | None, hidden: int, heads: int,
-    eps: float,
+    eps: float, again: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of packed, of the weight and of the bias ([0] for what there is not)."""
+    """The gradients of packed, of the weight and of the bias ([0] for what there is not); into `again` [T, hidden], if
+    given, silu(gate) * up.
+    """
     packed = rows_of(packed)
     dim = (packed.shape[1] - 2 * hidden) // heads
     dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
     dbias = empty_like(bias, packed)
     behind = None if bias is None else dbias[2 * hidden :]
-    gates.swiglu_backward(rows_of(dgated), packed, dpacked, None if bias is None else dbias[: 2 * hidden], hidden)
+    in_front = None if bias is None else dbias[: 2 * hidden]
+    gates.swiglu_backward(rows_of(dgated), packed, dpacked, in_front, hidden, again)
     q, dq_to = packed[:, 2 * hidden :], dpacked[:, 2 * hidden :]
     (dweight,) = _backward([None, dq], q, dq_to, [weight], behind, heads, dim, [], [], None, eps)
     return dpacked, dweight, dbias
