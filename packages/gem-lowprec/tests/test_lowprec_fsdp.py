@@ -25,27 +25,13 @@ from gem_lowprec import (
     quantize,
     quantize_gathers,
 )
-from gem_lowprec.testing import run_ranks
+from gem_lowprec.testing import SentBytes, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCK, SQUARE = Rule(forward="fp8_block", dgrad="fp8_block"), Rule(forward="mxfp8_square", dgrad="mxfp8_square")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class SentBytes(TorchDispatchMode):
-    """Bytes that all-gathers send, by the collective itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "allgather_base" in str(func):
-            self.sent += args[1].nbytes
-        return func(*args, **(kwargs or {}))
 
 
 def build(

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from gem_lowprec.testing import SentBytes
 from gem_parallel import Checkpointer
 from gem_parallel.testing import run_ranks
 from gem_train.assemble import describe
 from gem_train.errors import UserError
 from gem_train.testing import assembled, tiny_config
-from torch.utils._python_dispatch import TorchDispatchMode
 
 PACKED = "parallel.comm.payload=lowprec"
 SQUARE = ("lowprec.recipe=mxfp8_square", "lowprec.min_size=32", "model.width=64", "optim.accumulate=2")
 BLOCK = ("lowprec.recipe=fp8_block", "lowprec.min_size=64", "model.width=128", "train.precision=bf16")
 AGAIN = "parallel.memory.policy=full"  # weights are gathered again while activations are made again
-
-
-class Wire(TorchDispatchMode):
-    """Bytes that this rank sends in parameters' all-gathers, by the collective itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "allgather_base" in str(func):
-            self.sent += args[1].nbytes
-        return func(*args, **(kwargs or {}))
 
 
 def train(runtime, cache, folder, cases):
@@ -51,7 +37,7 @@ def train(runtime, cache, folder, cases):
                 if i == 1 and trainer.position.step == 1:
                     shared.save(1, trainer.state())
             trainer.model.eval()
-            with Wire() as wire, torch.no_grad():
+            with SentBytes() as wire, torch.no_grad():
                 trainer.forward(batch)
             dense = {n: p.to_local().detach().clone() for n, p in trainer.model.named_dense_parameters()}
             assert all(type(value) is torch.Tensor for value in dense.values())

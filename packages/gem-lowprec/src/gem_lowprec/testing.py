@@ -1,4 +1,6 @@
-"""For tests: run a function of a test file on a few ranks of one machine; which kernels a call launches."""
+"""For tests: run a function of a test file on a few ranks of one machine; what all-gathers send; which kernels a call
+launches.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def run_ranks(file: str, function: str, folder: Path, ranks: int = 2) -> None:
@@ -37,6 +41,19 @@ def _rank(rank: int, file: str, function: str, folder: Path, ranks: int) -> None
         getattr(module, function)(folder)
     finally:
         dist.destroy_process_group()
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes that this rank sends in all-gathers of parameters while the mode is on, by the collective itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather_base" in str(func):
+            self.sent += args[1].nbytes
+        return func(*args, **(kwargs or {}))
 
 
 def kernels_of(run: Callable[[], object]) -> list[str]:
