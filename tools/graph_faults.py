@@ -144,7 +144,7 @@ def run(name: str, out: Path, more: Sequence[str], rehearse: bool) -> int:
         variant.change()
         from gem_train.run import execute
 
-        execute(configuration("clicks10m", sizes[0], sizes[1], settings), out / name)
+        execute(configuration("clicks10m", sizes[0], sizes[1], settings, by="width"), out / name)
     except BaseException as error:
         ended = {"ended": f"{type(error).__name__}: {error}", "where": "".join(traceback.format_exc()[-4000:])}
     seen = [w for w in dict.fromkeys(told) if "replay" in w or "falls back" in w]

@@ -8,7 +8,8 @@ mean of the tasks' test NEs, NE(C) = NE0 - eta log(C / C0) is fitted by least sq
 scaling law). Where the data knows its best possible NE, what is above it is told too. Writes FOLDER/scaling.json and
 scaling.svg.
 
-Learning rates go from size to size by muP (`optim.base_width`): that of the recipe is taken to be the first size's.
+Learning rates go from size to size by muP (`optim.base_width`, or `base_shape` with `--mup shape`): that of the recipe
+is taken to be the first size's.
 """
 
 from __future__ import annotations
@@ -26,29 +27,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gem_model.config import GemConfig
-from gem_model.presets import preset
+from gem_model.presets import shape
 from gem_train.config import RunConfig, override
 from gem_train.events import read
 from gem_train.recipes import load
 from gem_train.run_dir import RunDir, read_json, write_json
 
 
-def size(text: str) -> GemConfig:
-    """The shape that a size names. Raises ValueError for an unknown preset or field."""
-    name, *changes = text.split("+")
-    pairs = dict(change.split("=", 1) for change in changes)
-    return preset(name, **{field: float(v) if "." in v else int(v) for field, v in pairs.items()})
-
-
-def configuration(recipe: str, text: str, first: str, changes: Sequence[str]) -> RunConfig:
-    """The recipe with the size's shape, for one epoch, its learning rate made for the width of the first size."""
+def configuration(recipe: str, text: str, first: str, changes: Sequence[str], *, by: str = "width") -> RunConfig:
+    """The recipe with the size's shape, for one epoch, its learning rate made for the first size, or for its width."""
     config = override(load(recipe), changes)
-    base = size(first).width
+    base = {"base_shape": first} if by == "shape" else {"base_width": shape(first).width}
     return dataclasses.replace(
         config,
-        model=size(text),
-        optim=dataclasses.replace(config.optim, base_width=base),
+        model=shape(text),
+        optim=dataclasses.replace(config.optim, **base),
         train=dataclasses.replace(config.train, epochs=1),
     )
 
@@ -130,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of every run")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each a process")
     parser.add_argument("--only", metavar="SIZE", help="train this one of the sizes and stop")
+    parser.add_argument("--mup", choices=("width", "shape"), default="width", help="how rates go from size to size")
     parser.add_argument("--commit", default="unknown")
     args = parser.parse_args(argv)
     sizes = args.sizes.split(",")
@@ -138,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from gem_train.run import execute  # torch takes seconds, which a process that starts others need not spend
 
         if not runs[text].eval_file.exists():
-            config = configuration(args.recipe, text, sizes[0], args.set)
+            config = configuration(args.recipe, text, sizes[0], args.set, by=args.mup)
             execute(config, runs[text].path, resume=runs[text].config_file.exists())
     if args.only:
         return 0

@@ -7,12 +7,11 @@ import pytest
 import scaling
 
 
-def test_a_size_is_a_preset_with_changes():
-    assert scaling.size("tiny").width == 16
-    found = scaling.size("tiny+width=32+heads=4+dropout=0.5")
-    assert (found.width, found.heads, found.dropout, found.layers) == (32, 4, 0.5, 1)
-    with pytest.raises(ValueError, match="tinny"):
-        scaling.size("tinny")
+@pytest.mark.parametrize(("by", "told"), [("shape", ("tiny+width=8", None)), ("width", (None, 8))])
+def test_a_size_has_the_rates_of_the_first(by, told):
+    found = scaling.configuration("clicks10m", "small+dropout=0.5", "tiny+width=8", ["optim.lr=0.5"], by=by)
+    assert (found.model.width, found.model.dropout, found.optim.lr, found.train.epochs) == (48, 0.5, 0.5, 1)
+    assert (found.optim.base_shape, found.optim.base_width) == told
 
 
 def test_the_line_is_the_one_that_made_the_points():

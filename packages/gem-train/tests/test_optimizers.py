@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from gem_model.scaling import Ratios
 from gem_train.config import OptimConfig
 from gem_train.errors import Interrupted
 from gem_train.events import read
@@ -61,7 +62,7 @@ def test_wider_matrices_learn_more_slowly_and_are_decayed_as_before():
     plain = dense_optimizer(holder(), config, CPU)
     assert {g["scale"] for g in plain.param_groups} == {1.0}
     model = holder()
-    optimizer = dense_optimizer(model, config, CPU, ratios={"wide": 4.0})
+    optimizer = dense_optimizer(model, config, CPU, ratios=Ratios(fan_in={"wide": 4.0}))
     set_lr(optimizer, 0.02)
     found = {name: g for g in optimizer.param_groups for name, p in model.named.items() if p is g["params"][0]}
     assert found["wide"]["lr"] == pytest.approx(0.005)
@@ -69,7 +70,11 @@ def test_wider_matrices_learn_more_slowly_and_are_decayed_as_before():
     assert found["wide"]["lr"] * found["wide"]["weight_decay"] == pytest.approx(0.01)
     assert found["bias"]["weight_decay"] == 0.0
     muon = dense_optimizer(
-        holder(), dataclasses.replace(config, optimizer="muon"), CPU, ratios={"wide": 4.0}, matrices=frozenset({"wide"})
+        holder(),
+        dataclasses.replace(config, optimizer="muon"),
+        CPU,
+        ratios=Ratios(fan_in={"wide": 4.0}),
+        matrices=frozenset({"wide"}),
     )
     assert {g["scale"] for g in muon.param_groups} == {0.5, 1.0}
 
@@ -77,6 +82,53 @@ def test_wider_matrices_learn_more_slowly_and_are_decayed_as_before():
 def test_muon_without_a_matrix_says_so():
     with pytest.warns(UserWarning, match="no matrix for it"):
         dense_optimizer(holder(), OptimConfig(optimizer="muon"), CPU)
+
+
+def test_branches_learn_more_slowly_by_the_same_with_either_optimizer():
+    ratios = Ratios(fan_in={"wide": 4.0}, branch={"wide": 3.0, "bias": 2.0})
+    for name, expected in (("adamw", [1 / 12, 1 / 2, 1.0]), ("muon", [1 / 6, 1 / 2, 1.0])):
+        config = OptimConfig(optimizer=name, weight_decay=0.5)
+        optimizer = dense_optimizer(holder(), config, CPU, ratios=ratios, matrices=frozenset({"wide"}))
+        assert sorted({g["scale"] for g in optimizer.param_groups}) == pytest.approx(expected)
+        for group in optimizer.param_groups:
+            assert group["weight_decay"] * group["scale"] in (0.0, pytest.approx(0.5))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"base_shape": "tinny"}, "preset 'tinny'"),
+        ({"base_shape": "tiny+wdith=8"}, "field 'wdith'"),
+        ({"base_shape": "tiny+width"}, "expected a field and a number"),
+        ({"base_shape": "tiny", "base_width": 8}, "expected one of them"),
+    ],
+)
+def test_where_a_rate_was_found_is_one_known_shape(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        OptimConfig(**wrong)
+
+
+def test_a_run_with_a_base_shape_starts_and_learns_as_it_says(tmp_path, cache):
+    config = tiny_config(cache)
+    base = f"tiny+pffn_tokens={config.model.pffn_tokens}+heads=1"
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, pffn_tokens=3 * config.model.pffn_tokens)
+    )
+    shaped = dataclasses.replace(config, optim=dataclasses.replace(config.optim, base_shape=base))
+    found = []
+    for number, one in enumerate((config, shaped)):
+        with assembled(one, tmp_path / str(number)) as (_, trainer):
+            parameters = dict(trainer.parts.model.named_dense_parameters())
+            name = next(n for n in parameters if n.endswith("sequence.ffn.out.weight"))
+            scale = next(
+                g["scale"]
+                for g in trainer.parts.optimizer.param_groups
+                if any(p is parameters[name] for p in g["params"])
+            )
+            found.append((parameters[name].detach().clone(), scale))
+    (plain, one), (smaller, less) = found
+    torch.testing.assert_close(smaller, plain / 3)
+    assert less == pytest.approx(one / (3 * config.model.width / 16))
 
 
 def test_a_run_with_muon_and_a_base_width_learns_and_goes_on_bit_by_bit(tmp_path, cache):

@@ -46,6 +46,23 @@ def preset(name: str, **changes: Any) -> GemConfig:
     return GemConfig(**{**PRESETS[name], **changes})
 
 
+def shape(text: str) -> GemConfig:
+    """The preset that a text names, with changes to its numbers: "base", "tiny+width=32+dropout=0.1".
+
+    Raises:
+        ValueError: for an unknown preset or field, or what is no number.
+    """
+    name, *changes = text.split("+")
+    fields: dict[str, int | float] = {}
+    for change in changes:
+        field, _, value = change.partition("=")
+        try:
+            fields[field] = float(value) if "." in value else int(value)
+        except ValueError:
+            raise ValueError(f"shape {text!r} has {change!r}; expected a field and a number, as in width=32") from None
+    return preset(name, **fields)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What a preset is meant for: its inputs, the samples of a GPU's step, the longest history of each source."""

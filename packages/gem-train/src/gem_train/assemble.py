@@ -18,9 +18,10 @@ from gem_data import SourceUnavailable
 from gem_lowprec import Conversion, Gathers, Recipe, convert, get_recipe, quantize_gathers
 from gem_lowprec.fsdp import PAYLOADS
 from gem_model import GEM, ModelInputs
+from gem_model.presets import shape
 from gem_model.ranker import Ranker
 from gem_model.roles import roles
-from gem_model.scaling import matrices, scale_outputs, width_ratios
+from gem_model.scaling import Ratios, matrices, scale_branches, scale_outputs, shape_ratios, width_ratios
 from gem_parallel import MemoryPlan, RowWiseAdagrad, Runtime, parallelize
 from torch import nn
 
@@ -53,6 +54,23 @@ def build_gem(config: RunConfig, inputs: ModelInputs) -> Ranker:
     return model
 
 
+def rate_ratios(config: RunConfig, gem: Ranker, inputs: ModelInputs) -> Ratios:
+    """By what to divide the learning rate of each parameter, as `optim.base_width` or `base_shape` asks; the model's
+    first weights are made to go with it. A baseline has no such parametrisation.
+    """
+    width, base = config.optim.base_width, config.optim.base_shape
+    if not isinstance(gem, GEM) or (width is None and base is None):
+        return Ratios()
+    if base is not None:
+        ratios = shape_ratios(config.model, inputs, shape(base))
+        scale_branches(gem, shape(base))
+    else:
+        assert width is not None
+        ratios = width_ratios(config.model, inputs, width)
+    scale_outputs(gem, ratios)
+    return ratios
+
+
 def assemble(
     config: RunConfig,
     runtime: Runtime,
@@ -83,10 +101,7 @@ def assemble(
         torch.manual_seed(config.train.seed)
         inputs = model_inputs(data.schema, config.inputs, max_history=config.data.max_history)
         gem = build(config, inputs)
-        ratios: dict[str, float] = {}
-        if config.optim.base_width is not None and isinstance(gem, GEM):
-            ratios = width_ratios(config.model, inputs, config.optim.base_width)
-            scale_outputs(gem, ratios)
+        ratios = rate_ratios(config, gem, inputs)
         gem.init_bias(data_source.base_rates(data))
         if inputs.dense and config.inputs.standardize:
             gem.init_dense(*data_source.dense_statistics(data))

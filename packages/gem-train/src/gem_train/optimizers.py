@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from gem_model.scaling import Ratios
 from gem_parallel import ParallelModel, optimizer_groups
 from torch import Tensor, nn
 
@@ -57,7 +58,7 @@ def dense_optimizer(
     config: OptimConfig,
     device: torch.device,
     *,
-    ratios: Mapping[str, float] | None = None,
+    ratios: Ratios | None = None,
     matrices: frozenset[str] = frozenset(),
 ) -> torch.optim.Optimizer:
     """The optimizer over the dense parameters; matrices are decayed, vectors (norms, biases, marks) are not.
@@ -66,16 +67,16 @@ def dense_optimizer(
         model: has the parameters.
         config: says which optimizer, and its settings.
         device: where the parameters are.
-        ratios: by parameter, how much wider its fan-in is than where `config.lr` was found (`config.base_width`).
+        ratios: by parameter, how much larger the model is than where `config.lr` was found (`config.base_width`).
         matrices: names of the parameters that Muon takes, where the configuration asks for it.
     """
-    muon = config.optimizer == "muon"
+    muon, ratios = config.optimizer == "muon", ratios or Ratios()
     groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_dense_parameters():
-        ratio = (ratios or {}).get(name, 1.0)
+        ratio, branch = ratios.fan_in.get(name, 1.0), ratios.branch.get(name, 1.0)
         by_muon = muon and name in matrices
         # A step of Muon, in the size of AdamW's, moves the layer's output sqrt(fan-in) times as far, AdamW's fan-in.
-        scale = 1.0 / (math.sqrt(ratio) if by_muon else ratio)
+        scale = 1.0 / ((math.sqrt(ratio) if by_muon else ratio) * branch)
         groups.setdefault((by_muon, parameter.dim() > 1, scale), []).append(parameter)
     if muon and not any(by_muon for by_muon, _, _ in groups):
         warnings.warn("optim.optimizer is 'muon', but the model has no matrix for it: AdamW takes all", stacklevel=2)

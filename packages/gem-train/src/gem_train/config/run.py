@@ -10,6 +10,7 @@ from typing import Literal
 
 from gem_data.sources.synthetic import SyntheticConfig
 from gem_model.config import GemConfig
+from gem_model.presets import shape
 from gem_parallel.config import ParallelConfig
 
 from gem_train.config.lowprec import LowprecConfig
@@ -116,6 +117,8 @@ class OptimConfig:
         base_width: the model width at which `lr` was found (muP, gem_model.scaling): where the model is wider, matrices
             that sum over the width learn more slowly in proportion, so that a rate can be found on a small model. None
             uses `lr` as it is.
+        base_shape: in its place, the preset at which `lr` was found, with changes as in "tiny+width=32": what has more
+            layers, tokens, ranks and hidden units learns more slowly, too, and its branches start smaller.
         clip_norm: the largest L2 norm of the dense gradient; None does not clip.
         accumulate: parts that each rank's batch is computed in, one after another, to save memory. The dense gradient
             is that of the whole batch; the tables, whose optimizer runs inside the backward pass, are updated part by
@@ -131,6 +134,7 @@ class OptimConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 2e-3
     base_width: int | None = None
+    base_shape: str | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -156,6 +160,13 @@ class OptimConfig:
             raise ValueError(f"ema_decay is {self.ema_decay}; expected a share between 0 and 1, or none")
         if self.base_width is not None:
             at_least("base_width", self.base_width, 1)
+        if self.base_shape is not None:
+            shape(self.base_shape)
+            if self.base_width is not None:
+                raise ValueError(
+                    f"base_shape is {self.base_shape!r} and base_width {self.base_width}; expected one of them, for a "
+                    f"shape has a width"
+                )
         at_least("warmup_steps", self.warmup_steps, 0)
         at_least("accumulate", self.accumulate, 1)
 
