@@ -21,10 +21,20 @@ KINDS = {torch.float8_e4m3fn: "float8e4nv", torch.bfloat16: "bfloat16", torch.fl
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`consumers` warpgroups of 64 query rows; `stages` buffers of K and of V."""
+    """`consumers` warpgroups of 64 query rows; `stages` buffers of K and of V.
+
+    near: what the ends of tiles need is made there, not before all loops. told: a loader brings all scales. rest: what
+    does not fill a whole step is one step. halves: the second product is two, of 64 keys each; it takes told and rest.
+    lean: K and V come and go together.
+    """
 
     consumers: int = 3
     stages: int = 4
+    near: bool = False
+    told: bool = False
+    rest: bool = False
+    halves: bool = False
+    lean: bool = False
 
     @property
     def shape(self) -> TileShape:
@@ -38,7 +48,19 @@ class Config:
             "D": dim, "NC": self.consumers, "KS": self.stages, "QS": 2, "GROUP": group,
             "REGS": 160 if self.consumers == 3 else 240, "LOADER_REGS": 32,
             "ALSO": also, "THRESHOLD": powers["THRESHOLD"], "EMAX": powers["EMAX"],
+            "NEAR": self.near, "TOLD": self.told, "REST": self.rest, "HALVES": self.halves, "LEAN": self.lean,
         }  # fmt: skip
+
+
+CONFIGS = {
+    "plain": Config(),
+    "near": Config(near=True),
+    "told": Config(near=True, told=True),
+    "rest": Config(near=True, told=True, rest=True),
+    "halves": Config(near=True, told=True, rest=True, halves=True),
+    "halves-lean": Config(near=True, told=True, rest=True, halves=True, lean=True),
+    "lean": Config(near=True, told=True, rest=True, lean=True),
+}
 
 
 @functools.cache
@@ -110,12 +132,20 @@ def compile_cases() -> list[CompileCase]:
         pointers |= dict.fromkeys(("tiles_ptr", "count_ptr", "cursor_ptr"), "*i32")
         pointers |= {"o8_ptr": "*u8", "o8_scale_ptr": "*fp32"}
         both = Config().constants(dim, 1, also=True)
-        whole = (("forward and rows", forward_kernel, descriptors | pointers | {"scale": "fp32"}, both),)
+        whole = (("rows", forward_kernel, descriptors | pointers | {"scale": "fp32"}, both),)
         small = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
         small |= dict.fromkeys(("q_offsets", "k_offsets"), "*i64") | {"qs_ptr": "*fp32", "kvs_ptr": "*fp32"}
         small |= dict.fromkeys(("qd_ptr", "kd_ptr", "vd_ptr"), "*u8")
         for name, kernel, types, values in (
-            ("forward", forward_kernel, descriptors | pointers | {"scale": "fp32"}, Config().constants(dim, 1)),
+            *(
+                (
+                    f"forward {name}",
+                    forward_kernel,
+                    descriptors | pointers | {"scale": "fp32"},
+                    config.constants(dim, 1),
+                )
+                for name, config in CONFIGS.items()
+            ),
             *whole[: dim == BLOCK],
             ("operands", quantise_kernel, small, operand_constants(dim)),
             ("operands back", dequantise_kernel, small, {"D": dim}),
