@@ -200,9 +200,9 @@ def test_places_of_no_events():
     assert [t.shape for t in place_events(none, torch.tensor([5, 6]), 1.0)] == [(0,)] * 3
 
 
-def rows_twice(self, x, residual, residual_bias, offsets, recent, places, others, bare_eps):
+def rows_twice(self, x, residual, residual_bias, offsets, recent, places, others, bare_eps, product=None):
     """What `norm_rows_twice` is, of plain operators: where no kernel runs, the model norms the rows once more."""
-    found = self.rows(x, residual, residual_bias, offsets, recent, places, others)
+    found = self.rows(x, residual, residual_bias, offsets, recent, places, others, product)
     return *found, F.layer_norm(found[1], found[1].shape[1:], eps=bare_eps)
 
 
@@ -237,3 +237,57 @@ def test_cls_tokens_ask_among_the_events_as_beside_them(attention, bare, monkeyp
     wanted, gradients = run()
     torch.testing.assert_close(seen, wanted)
     torch.testing.assert_close(found, gradients)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("seeds", [0, 5])
+@pytest.mark.parametrize("attention", ["softmax", "gdpa"])
+def test_what_backward_kernels_write_is_not_kept(attention, seeds, bare, monkeypatch):
+    """The normed rows of each projection and the gate's product; the gradients are the same."""
+    config = preset("tiny", attention=attention, qk_norm=True, pma_seeds=seeds, pma_queries=2, recent=2)
+    towers = [randomised(Tower(config, config.width, last=i == 1)) for i in range(2)]
+    if bare:
+        monkeypatch.setattr(RMSNorm, "rows_twice", rows_twice)
+    h = history(config.width)
+    cls = torch.randn(4, 3, config.width, dtype=torch.float64, requires_grad=True)
+    x_sum = torch.randn(4, config.n_sum, config.width, dtype=torch.float64, requires_grad=True)
+    leaves = [h.tokens, cls, x_sum, *(p for t in towers for p in t.parameters())]
+
+    def run(inside):
+        kept = {}
+
+        def pack(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        now, tokens, sums = h, cls, []
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            for tower in towers:
+                tower.inside = inside
+                now, tokens, s_sum = tower(now, tokens, x_sum)
+                sums.append(s_sum)
+        outs = [now.tokens, tokens, *sums]
+        probes = [torch.cos(torch.arange(o.numel(), dtype=torch.float64)).view(o.shape) for o in outs]
+        for _ in range(2):
+            found = torch.autograd.grad(outs, leaves, probes, retain_graph=True)
+        return outs, found, sum(t.untyped_storage().nbytes() for t in kept.values())
+
+    outs, gradients, whole = run("none")
+    seen, found, kept = run("exact")
+    torch.testing.assert_close(seen, outs, rtol=0, atol=0)
+    torch.testing.assert_close(found, gradients)
+    rows = 12 * 8 * (config.ff_hidden + config.width * (2 + bool(seeds)))  # of one layer
+    assert kept <= whole - 2 * rows + (bare and bool(seeds)) * 12 * 8 * config.width
+
+
+def test_only_plain_layers_have_late_products():
+    """One that is watched is called as it is."""
+    config = preset("tiny")
+    tower = randomised(Tower(config, config.width))
+    tower.inside = "exact"
+    called = []
+    for linear in (tower.sequence.ffn.down, tower.sequence.attention.qkv.linear):
+        linear.register_forward_hook(lambda *_: called.append(1))
+    h = history(config.width)
+    tower(h, *(torch.randn(4, n, config.width, dtype=torch.float64) for n in (3, config.n_sum)))
+    assert len(called) == 2

@@ -182,12 +182,12 @@ def test_a_plan_packs_where_that_costs_less_than_to_compute_again(takes, monkeyp
 
 
 def test_of_packed_and_plain_points_the_cheaper_ones_remain():
-    def points(*rows):
-        return tuple(Point(kept=kept, seconds=seconds, names=None) for kept, seconds in rows)
+    def points(*rows, packs=False):
+        return tuple(Point(kept=kept, seconds=seconds, names=None, packs=packs) for kept, seconds in rows)
 
-    packed = Curve(region="0", points=points((30, 6.0), (60, 3.0)), forward_s=9.0)
+    packed = Curve(region="0", points=points((30, 6.0), (60, 3.0), packs=True), forward_s=9.0)
     plain = Curve(region="0", points=points((40, 4.0), (70, 3.5), (80, 1.0), (100, 0.0)), forward_s=9.0)
-    found = worth.merged(packed, plain)
+    found = worth.merged(plain, packed)
     assert [(p.kept, p.seconds, p.packs) for p in found.points] == [
         *((30, 6.0, True), (40, 4.0, False), (60, 3.0, True)),
         *((80, 1.0, False), (100, 0.0, False)),

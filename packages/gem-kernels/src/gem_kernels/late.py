@@ -59,14 +59,14 @@ class LateProduct:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, late: LateProduct) -> Tensor:
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(weight, bias)  # the bias for whoever computes the product again
         ctx.late = late
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
+        weight, _ = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             ctx.late.leave(dy)
         return dy @ weight, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None

@@ -197,7 +197,7 @@ def _backward(
         dx, *found, y = again(dy, dtotal, total, *vectors, *ctx.rest[:2])
         product = ctx.product.gradient(y)
     elif ctx.rest[3] == dispatch.REFERENCE:
-        dx, *found, _ = norms.reference.backward_again(dy, dtotal, total, *vectors, *ctx.rest[:2])
+        dx, *found, _ = norms.reference.backward_again(dy, dtotal, total, *vectors, *ctx.rest[:2])  # type: ignore[arg-type]
     elif vectors[2] is None:
         dx, *found = norms._backward(dy, dtotal, total, *vectors[:2], *ctx.rest)
         found.append(None)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gem_model.batch import SequenceLike
 from gem_model.lanes import Lane
-from gem_model.projection import hooked, plain, project, project_bare, taken, with_bias
+from gem_model.projection import hooked, late_product, plain, project, project_bare, taken, with_bias
 from gem_model.sharing import Requests
 
 ROPE_BASE = 10_000.0
@@ -68,6 +68,7 @@ class History:
     seated: bool = False  # what is added to event t is row seats.events[t] of ``more``
     lane: Lane | None = None  # what works on them is captured there
     arrival: torch.cuda.Event | None = None  # after it, what comes from outside the lane is there
+    inside: str = "none"  # as of the tower that has them (interformer.Tower)
 
     def plus(self, more: Tensor, bias: Tensor | None, seats: Seats | None = None) -> History:
         """The same events with something to be added to their tokens; only where nothing is waiting for that."""
@@ -102,11 +103,14 @@ def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, Hi
     """What a layer makes of the tokens, [T, out], its bias as :func:`project` gives it, and the history settled."""
     whole = type(layer) is NormLinear and not hooked(layer) and not hooked(layer.norm)
     if whole and history.bare is not None and history.more is None and _folds(layer, history.bare_eps):
-        return *project_bare(layer, history.bare), history.settled()
+        tokens = None if history.inside == "none" else history.tokens
+        return *project_bare(layer, history.bare, tokens, history.bare_eps), history.settled()
     if whole and not history.seated:
         more = None if history.more is None else history.more.to(history.tokens.dtype)
-        out, tokens, _ = layer.norm.rows(history.tokens, more, history.more_bias)  # type: ignore[operator]
-        return (*project(layer.linear, out), history.settled(tokens))
+        late = None if history.inside == "none" else late_product(layer.linear, history.tokens)
+        given = {} if late is None else {"product": late}
+        out, tokens, _ = layer.norm.rows(history.tokens, more, history.more_bias, **given)  # type: ignore[operator]
+        return (*project(layer.linear, out, late), history.settled(tokens))
     if history.more is None:
         return layer(history.tokens), None, history
     out, tokens = layer(history.tokens, history.whole.to(history.tokens.dtype))

@@ -60,14 +60,20 @@ class Tower(nn.Module):
     """One source's part of a layer: its sequence layer, then S_sum = Gating([CLS || PMA(S) || K most recent]).
 
     A tower of another width than the model's has two projections: ``enter`` for X_sum, ``leave`` for S_sum.
+
+    Attributes:
+        inside: what kernels of the backward pass write on their way instead of its being kept: "none", or "exact",
+            the operands of products (gem_kernels.LateProduct). May be set from outside at any time.
     """
+
+    inside: str
 
     def __init__(self, config: GemConfig, width: int, *, events_attend: bool = True, last: bool = True) -> None:
         super().__init__()
         same = config.width == width
         self.enter = nn.Identity() if same else nn.Linear(width, config.width)
         self.leave = nn.Identity() if same else nn.Linear(config.width, width)
-        self.recent = config.recent
+        self.recent, self.inside = config.recent, "none"
         layer = HSTULayer if config.sequence_layer == "hstu" else SequenceLayer
         self.sequence = layer(config, events_attend=events_attend)
         self.pma = make_pool(config)
@@ -78,7 +84,7 @@ class Tower(nn.Module):
 
     def forward(self, history: History, cls: Tensor, x_sum: Tensor) -> tuple[History, Tensor, Tensor]:
         """X_sum as it has entered -> history, CLS tokens [B, C, d], S_sum [B, C + pma_queries + recent, model's d]."""
-        history = self.sequence.with_seats(history, cls)  # type: ignore[operator]
+        history = replace(self.sequence.with_seats(history, cls), inside=self.inside)  # type: ignore[operator]
         history, cls = self.sequence(history, cls, x_sum)
         parts = [cls]
         if self.pma is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gem_model.config import GemConfig
 from gem_model.history import History, Seats
 from gem_model.interaction import TokenMix, mix_tokens
-from gem_model.projection import hooked, plain
+from gem_model.projection import hooked, late_product, plain
 
 KRONECKER_TERMS = 2
 
@@ -45,12 +45,13 @@ class SeedPooling(nn.Module):
         recent: int = 0,
         seats: Seats | None = None,
         bare_eps: float | None = None,
+        inside: str = "none",
     ) -> Any:
         """Tokens [T, d] of offsets [B + 1] -> [B, q, d]; with a residual, of s + residual, and that sum as well; with
         ``recent``, also the most recent rows of that, [B, recent, d]. With seats the residual is [T + B C, d] and has
         the events' rows there, and what is returned is that, the sum, the most recent rows or None, and LayerNorm of
         the sum without weight and bias where a kernel makes it with ``bare_eps``, or None; not where the reader is
-        `watched`.
+        `watched`. ``inside``: as of `Tower`.
         """
         if watched(self.read):
             z, *others = self._read(s, offsets, max_len, residual, residual_bias, recent)
@@ -58,14 +59,21 @@ class SeedPooling(nn.Module):
             kv = self.read.kv
             residual = None if residual is None else residual.to(s.dtype)
             given = (s, residual, residual_bias, offsets, recent)
+            late = None if inside == "none" else late_product(kv.linear, s)  # type: ignore[arg-type]
+            options = {} if late is None else {"product": late}
             if seats is None:
-                normal, *others = kv.norm.rows(*given)  # type: ignore[operator, union-attr]
+                normal, *others = kv.norm.rows(*given, **options)  # type: ignore[operator, union-attr]
             elif bare_eps is None:
-                normal, *others = kv.norm.rows(*given, seats.events, seats.cls)  # type: ignore[operator, union-attr]
+                normal, *others = kv.norm.rows(*given, seats.events, seats.cls, **options)  # type: ignore[operator, union-attr]
                 others.append(None)
             else:
-                normal, *others = kv.norm.rows_twice(*given, seats.events, seats.cls, bare_eps)  # type: ignore[operator, union-attr]
-            z = self.read.pooled(kv.linear(normal), offsets, max_len)  # type: ignore[operator]
+                normal, *others = kv.norm.rows_twice(*given, seats.events, seats.cls, bare_eps, **options)  # type: ignore[operator, union-attr]
+            bias = kv.linear.bias  # type: ignore[union-attr]
+            if late is None:
+                packed = kv.linear(normal)  # type: ignore[operator]
+            else:
+                packed = late(normal, None if bias is None else bias.to(normal.dtype))  # type: ignore[operator, arg-type]
+            z = self.read.pooled(packed, offsets, max_len)
         pooled = self._combine(self.norm(z))
         if seats is not None:
             return pooled, *others
@@ -133,10 +141,11 @@ def pool(
     if seats is not None:
         if module._compiled_call_impl is not None:
             bare_eps = None  # no kernel of ours there; and one graph serves all layers
-        pooled, tokens, latest, bare = module(history.tokens, *at, more, bias, recent, seats, bare_eps)
+        given = (more, bias, recent, seats, bare_eps, history.inside)
+        pooled, tokens, latest, bare = module(history.tokens, *at, *given)
         return pooled, history.settled(tokens, bare, bare_eps or 0.0), latest
     if isinstance(module, SeedPooling) and recent:
-        pooled, tokens, latest = module(history.tokens, *at, more, bias, recent)
+        pooled, tokens, latest = module(history.tokens, *at, more, bias, recent, inside=history.inside)
         return pooled, history.settled(tokens), latest
     if more is None:
         pooled = module(history.tokens, *at)

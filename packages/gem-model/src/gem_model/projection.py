@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gem_kernels import LateProduct, layer_norm
 from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -73,22 +74,60 @@ def linear_of(linear: nn.Module, columns: list[Tensor]) -> Tensor:
     return F.linear(x, F.pad(linear.weight, (0, extra)), linear.bias)  # type: ignore[arg-type]
 
 
-def project(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def late_product(linear: nn.Module, like: Tensor) -> LateProduct | None:
+    """The layer's product with rows of like's dtype, for whoever makes these rows; None where the layer makes its
+    gradients itself, or autocast would have the product in another dtype.
+    """
+    if not plain(linear) or like.dtype != working_dtype(like):
+        return None
+    return LateProduct(linear.weight.to(like.dtype))  # type: ignore[union-attr, operator, arg-type]
+
+
+def project(linear: nn.Module, x: Tensor, late: LateProduct | None = None) -> tuple[Tensor, Tensor | None]:
     """linear(x), and the layer's bias where its gradient is still to be made by whoever reads the result: a sum over a
-    gradient [T, out] is best made where that gradient is written.
+    gradient [T, out] is best made where that gradient is written. `late`: the layer's, which x was made with.
     """
     if not plain(linear) or linear.bias is None:
-        return linear(x), None
+        return (linear(x) if late is None else late(x)), None
+    if late is not None:
+        return late(x, linear.bias.detach().to(x.dtype)), linear.bias  # type: ignore[operator, union-attr, return-value]
     return F.linear(x, linear.weight, linear.bias.detach()), linear.bias  # type: ignore[arg-type, return-value, operator]
 
 
-def project_bare(layer: NormLinear, bare: Tensor) -> tuple[Tensor, Tensor]:
+def project_bare(
+    layer: NormLinear, bare: Tensor, tokens: Tensor | None = None, eps: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """What a projection behind a LayerNorm makes of rows that are normed but for the norm's weight and bias, and a bias
-    as :func:`project` gives it: W (g * x + h) + b = (W g) x + (W h + b).
+    as :func:`project` gives it: W (g * x + h) + b = (W g) x + (W h + b). With the `tokens` whose LayerNorm with `eps`
+    they are, the bare rows are not kept, but had from these again.
     """
     norm, linear = layer.norm, layer.linear
     weight, bias = _Folded.apply(linear.weight, linear.bias, norm.weight, norm.bias)
-    return F.linear(bare, weight, bias.detach()), bias
+    if tokens is None or bare.dtype != working_dtype(bare):
+        return F.linear(bare, weight, bias.detach()), bias
+    given = (weight.to(bare.dtype), bias.detach().to(bare.dtype), tokens.detach(), eps)
+    return _BareProduct.apply(bare, *given), bias  # type: ignore[no-any-return]
+
+
+class _BareProduct(torch.autograd.Function):
+    """n W^T + b [T, out] of n = LayerNorm(tokens) without weight and bias [T, C], which is normed again for dW; no
+    gradient of b.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bare: Tensor, weight: Tensor, bias: Tensor, tokens: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(weight, tokens, bias)  # the bias for whoever computes the product again
+        ctx.eps = eps
+        return F.linear(bare, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        weight, tokens, _ = ctx.saved_tensors
+        dbare = dout @ weight
+        bare = layer_norm(tokens, eps=ctx.eps)
+        assert isinstance(bare, Tensor)
+        return dbare, dout.t() @ bare, None, None, None
 
 
 class _Folded(torch.autograd.Function):
@@ -110,26 +149,35 @@ class _Folded(torch.autograd.Function):
         return torch.addr(dweight * g, dbias, h), dbias, dg.to(ctx.dtypes[0]), dh.to(ctx.dtypes[1])
 
 
-def project_both(first: nn.Module, x: Tensor, second: nn.Module, y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """first(x) + second(y) for rows [T, .], and what is left of the biases' gradients, as :func:`project`.
+def project_both(
+    first: nn.Module, x: Tensor, second: nn.Module, y: Tensor, late: LateProduct | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """first(x) + second(y) for rows [T, .], and what is left of the biases' gradients, as :func:`project`, also for
+    `late`, the first layer's.
 
     The second product adds to the first where that lies, and one product makes both inputs' gradients: the sum costs no
     pass over memory of its own.
     """
     if not plain(first, second) or first.bias is None or second.bias is None or x.dtype != y.dtype:
-        (a, bias), (b, other) = project(first, x), project(second, y)
+        (a, bias), (b, other) = project(first, x, late), project(second, y)
         return a + b, other if bias is None else bias if other is None else bias + other
     bias = first.bias + second.bias  # type: ignore[operator]
     given = (x, y, first.weight, second.weight, bias.detach())
-    return _Both.apply(*(t.to(working_dtype(x)) for t in given)), bias  # type: ignore[union-attr]
+    late = late if late is not None and late.taken else None
+    return _Both.apply(*(t.to(working_dtype(x)) for t in given), late), bias  # type: ignore[union-attr]
 
 
 class _Both(torch.autograd.Function):
-    """x W^T + y V^T + b, for x [T, a], y [T, c], W [out, a] and V [out, c]; no gradient of b."""
+    """x W^T + y V^T + b, for x [T, a], y [T, c], W [out, a] and V [out, c]; no gradient of b. With `late`, whoever
+    made x makes the gradient of W, and x is not kept.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, w: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y, torch.cat((w, v), dim=1))
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, w: Tensor, v: Tensor, bias: Tensor, late: LateProduct | None
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x if late is None else None, y, torch.cat((w, v), dim=1))
+        ctx.late, ctx.split = late, x.shape[1]
         out = F.linear(x, w, bias)
         return torch.addmm(out, y, v.t(), out=out)
 
@@ -137,8 +185,10 @@ class _Both(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, y, both = ctx.saved_tensors
-        dx, dy = (dout @ both).split((x.shape[1], y.shape[1]), dim=1)
-        return dx, dy, dout.t() @ x, dout.t() @ y, None
+        dx, dy = (dout @ both).split((ctx.split, y.shape[1]), dim=1)
+        if ctx.late is not None and ctx.needs_input_grad[2]:
+            ctx.late.leave(dout)
+        return dx, dy, None if x is None else dout.t() @ x, dout.t() @ y, None, None
 
 
 def taken(x: Tensor, places: Tensor, others: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from gem_kernels import Among, block_attention, gated_heads, gdpa, jagged_attention, rotary_heads
+from gem_kernels import Among, LateProduct, block_attention, gated_heads, gdpa, jagged_attention, rotary_heads
 from gem_kernels.nn import NormLinear, RMSNorm
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
 from gem_model.history import History, Seats, answers, askers, read, turns, uniform_offsets
 from gem_model.interaction import TokenMix
-from gem_model.projection import plain, project, project_apart, project_both, working_dtype
+from gem_model.projection import late_product, plain, project, project_apart, project_both, working_dtype
 
 
 class HeadNorms(nn.Module):
@@ -58,13 +58,14 @@ class PersonalisedFFN(nn.Module):
     def forward(self, history: History, x_sum: Tensor) -> History:
         """Tokens [T, d]; x_sum [B, n_sum, d]."""
         packed, bias, history = read(self.up, history)
-        hidden, q = self._parts(packed, bias)
+        late = None if history.inside == "none" else late_product(self.down, packed)
+        hidden, q = self._parts(packed, bias, late)
         history.meet()  # X_sum, for which what precedes need not wait
         if not self.personal:
-            return history.plus(*project(self.down, hidden))
+            return history.plus(*project(self.down, hidden, late))
         k, v = self._personal(self._packed(x_sum))  # [B P, H, D]
         told = self._transform(q, k, v, history).flatten(1)
-        return history.plus(*project_both(self.down, hidden, self.out, told))
+        return history.plus(*project_both(self.down, hidden, self.out, told, late))
 
     def _packed(self, x_sum: Tensor) -> Tensor:
         """W_kv (M X_sum) + b, [B P, 2 d]. M maps tokens and W_kv dims, so either may come first: W_kv does, on the
@@ -74,10 +75,10 @@ class PersonalisedFFN(nn.Module):
             return self.mix(F.linear(x_sum, self.kv.weight), self.kv.bias).flatten(0, 1)  # type: ignore[no-any-return]
         return self.kv(self.mix(x_sum).flatten(0, 1))  # type: ignore[no-any-return]
 
-    def _parts(self, packed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """SwiGLU's product [T, hidden] and the normed queries [T, H, D]."""
+    def _parts(self, packed: Tensor, bias: Tensor | None, late: LateProduct | None) -> tuple[Tensor, Tensor]:
+        """SwiGLU's product [T, hidden], made for a `late` product with it, and the normed queries [T, H, D]."""
         weight = self.norms.weights[0] if self.personal else None
-        return gated_heads(packed, self.hidden, self.heads, weight, bias=bias)
+        return gated_heads(packed, self.hidden, self.heads, weight, bias=bias, product=late)
 
     def _personal(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Normed keys and the values, [B P, H, D], of their projections side by side."""

@@ -15,6 +15,7 @@ WINDOW_BARRIERS = ("streams", "kernels")
 MEMORY_POLICIES = ("keep", "full", "uniform", "regions")
 MEMORY_ENGINES = ("eager", "operators", "compile")
 MEMORY_QUANTISERS = ("none", "fp8", "mx4", "compiler")
+MEMORY_INSIDE = ("none", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,9 @@ class MemoryConfig:
             are, at some cost for the host; "compile" compiles each region, and torch's partitioner keeps to its budget.
         recompute_min_kib: the eager engine keeps smaller tensors.
         regions: patterns of the units that are regions.
+        inside: what kernels of the backward pass write on their way instead of its being kept, where the model's
+            modules can (those with an attribute `inside`): "none"; "exact": normed rows and gated products, which only
+            the gradients of weights read. A plan takes what it costs and spares into account.
         quantise: "none"; "fp8": large floating-point tensors are stored as FP8 (or by the quantiser handed to
             `parallelize`) and dequantised for the operator that needs them; "mx4": the same in four bits (MXFP4); or,
             for compiled regions, "compiler": FP8 by torch's own pass, fused with what is around it, which knows no
@@ -84,6 +88,7 @@ class MemoryConfig:
     engine: str = "eager"
     recompute_min_kib: float = 1024.0
     regions: tuple[str, ...] = ("*",)
+    inside: str = "none"
     quantise: str = "none"
     quantise_block: int = 0
     quantise_min_kib: float = 1024.0
@@ -97,11 +102,17 @@ class MemoryConfig:
             ("policy", MEMORY_POLICIES),
             ("engine", MEMORY_ENGINES),
             ("quantise", MEMORY_QUANTISERS),
+            ("inside", MEMORY_INSIDE),
         ):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"MemoryConfig.{key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
         if self.quantise == "compiler" and self.engine != "compile":
             raise ValueError('MemoryConfig.quantise = "compiler" needs engine = "compile"; others work with all')
+        if self.inside != "none" and self.engine != "eager":
+            raise ValueError(
+                f'MemoryConfig.inside = "{self.inside}" needs engine = "eager", got "{self.engine}": others look at '
+                "every operator"
+            )
         if not 0 <= self.budget <= 1:
             raise ValueError(f"MemoryConfig.budget must be in [0, 1], got {self.budget!r}")
         for key in ("budget_gib", "recompute_min_kib", "quantise_block", "quantise_min_kib", "offload_min_mib"):
@@ -112,12 +123,19 @@ class MemoryConfig:
     def asked(self) -> str:
         """What a plan was made for: it does not fit another budget."""
         budget = f"{self.budget_gib:g} GiB" if self.budget_gib else f"{self.budget:g} of the bytes"
-        return f"{self.engine}, {self.policy}, {budget}"
+        inside = "" if self.inside == "none" else f", {self.inside} inside"
+        return f"{self.engine}, {self.policy}, {budget}{inside}"
+
+    @property
+    def plans(self) -> bool:
+        """Whether regions are measured and a plan is made."""
+        return self.policy != "keep" or self.inside != "none"
 
     @property
     def works(self) -> bool:
         """Whether it asks for anything."""
-        return self.policy != "keep" or self.engine != "eager" or self.quantise != "none" or self.offload_min_mib > 0
+        asked = (self.policy, self.engine, self.quantise, self.inside)
+        return asked != ("keep", "eager", "none", "none") or self.offload_min_mib > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,7 @@ def assemble(
             )
         _check_gathers(config, conversion)
         memory = config.parallel.memory
-        if memory.policy != "keep" and not memory.plan_file:  # a resumed run follows the plan that it has
+        if memory.plans and not memory.plan_file:  # a resumed run follows the plan that it has
             memory = dataclasses.replace(memory, plan_file=str(run.plan_file))
         layout = dataclasses.replace(
             config.parallel,

@@ -147,6 +147,13 @@ class _Sigmoid(torch.autograd.Function):
         return dx, dlogits, None if bias is None else dbias, None
 
 
+def heads_again(
+    packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float, backend: str
+) -> Tensor:  # fmt: skip
+    """The second result of `gated_heads` alone, for whoever did not keep it."""
+    return dispatch.module("projections", backend).heads(packed[:, 2 * hidden :], weight, heads, eps)  # type: ignore[no-any-return]
+
+
 @operator("gated_heads")
 def _gated(
     packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float, backend: str

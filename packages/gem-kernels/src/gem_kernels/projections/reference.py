@@ -52,6 +52,11 @@ def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: f
     return gated_heads(packed, hidden, heads, weight, eps)
 
 
+def heads(packed: Tensor, weight: Tensor | None, heads: int, eps: float) -> Tensor:
+    """As the kernels' of this name."""
+    return normed(packed.unflatten(1, (heads, packed.shape[1] // heads)), weight, eps)
+
+
 def gated_backward(
     dgated: Tensor, dq: Tensor, packed: Tensor, weight: Tensor | None, bias: Tensor | None, hidden: int, heads: int,
     eps: float, again: Tensor | None = None,

@@ -26,6 +26,7 @@ __all__ = [
     "compile_cases",
     "gated",
     "gated_backward",
+    "heads",
     "rotary",
     "rotary_backward",
     "sigmoid",
@@ -321,6 +322,11 @@ def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: f
     dim = (packed.shape[1] - 2 * hidden) // heads
     h = gates.swiglu(packed, hidden)
     return h, _forward(packed[:, 2 * hidden :], [weight], heads, dim, [], [], None, 0, eps)[0]
+
+
+def heads(packed: Tensor, weight: Tensor | None, heads: int, eps: float) -> Tensor:
+    """The heads of a packed projection of nothing else, [T, H D]."""
+    return _forward(rows_of(packed), [weight], heads, packed.shape[1] // heads, [], [], None, 0, eps)[0]
 
 
 def gated_backward(

@@ -77,24 +77,29 @@ def variants(budgets: list[float], engine: str) -> list[str]:
         "mx4 alone",
         *(f"regions {budget:g} + fp8" for budget in budgets),
         "full + fp8",
+        "inside alone",
+        *(f"regions {budget:g} + inside" for budget in budgets),
         "offload",
     ]
 
 
 def config_of(name: str, min_kib: float = 1024.0) -> MemoryConfig | None:
-    """ "[engine: ]none | full | fp8 alone | mx4 alone | offload | (uniform | regions) (0.5 | 80GiB)[ + fp8 | + mx4]".
+    """ "[engine: ]none | full | (fp8 | mx4 | inside) alone | offload | (uniform | regions) (0.5 | 80GiB)", and
+    " + fp8", " + mx4" and " + inside" behind it.
 
     Raises:
         SystemExit: something else.
     """
     engine, _, rest = name.rpartition(": ")
-    rest, _, packed = rest.partition(" + ")
+    rest, *added = rest.split(" + ")
     policy, _, amount = rest.partition(" ")
+    if amount == "alone":
+        added.insert(0, policy)
     more: dict[str, Any] = {"quantise_min_kib": min_kib, "recompute_min_kib": min_kib}
     if engine:
         more["engine"] = engine
-    if packed or amount == "alone":
-        more["quantise"] = packed or policy
+    for what in added:
+        more |= {"inside": "exact"} if what == "inside" else {"quantise": what}
     try:
         if rest == "none":
             return MemoryConfig(**more) if engine else None
@@ -134,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     reference: list[torch.Tensor] = []
     noise = 0.0, 0.0  # how much two unchecked runs differ, in the whole and in one region
     rows: list[dict[str, Any]] = []
-    curves: dict[tuple[str, str], dict[str, Curve]] = {}
+    curves: dict[tuple[str, ...], dict[str, Curve]] = {}
     good = True
     heads = " ".join(f"{head:>9}" for head in ("step ms", "a sample", "host ms", "kept MiB", "peak MiB"))
     print(f"{'variant':28} {heads} {'against none':>13} {'memory':>7}  error, in a region")
@@ -186,7 +191,7 @@ def measure(
     config: MemoryConfig | None,
     steps: int,
     reference: list[torch.Tensor] | None,
-    curves: dict[tuple[str, str], dict[str, Curve]],
+    curves: dict[tuple[str, ...], dict[str, Curve]],
     *,
     graphs: bool = False,
 ) -> tuple[dict[str, Any], list[torch.Tensor], Any]:
@@ -202,7 +207,7 @@ def measure(
     regions: Regions | None = None
     known: dict[str, Curve] | None = None
     if config is not None:
-        family = (config.engine, config.quantise)
+        family = (config.engine, config.quantise, config.inside, "keep" * (config.policy == "keep"))
         known = curves.get(family) if config.policy in ("uniform", "regions") else None
         regions = Regions(model, names, config, curves=known)
         regions.launched = not graphs

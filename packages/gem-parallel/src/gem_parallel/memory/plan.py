@@ -36,7 +36,7 @@ class MemoryPlan:
 
     Attributes:
         engine: of MemoryConfig.
-        policy: "full", "uniform" or "regions".
+        policy: "keep" (all but what backward kernels write on their way), "full", "uniform" or "regions".
         budget: bytes that all regions together may hold at any time.
         regions: in the order of the forward pass.
         asked: what was asked for, in words.
@@ -75,6 +75,7 @@ class MemoryPlan:
         ]
         for row in self.regions:
             packed = "" if row.point.packs else ", as it is"
+            packed += "" if row.point.inside == "none" else f", {row.point.inside} inside"
             share = row.point.kept / row.whole if row.whole else 1.0
             again = row.point.seconds / row.forward_s if row.forward_s else 0.0
             lines.append(
@@ -133,8 +134,9 @@ def make_plan(
 
     Args:
         curves: of the regions, in the order of the forward pass.
-        policy: "full" (the fewest bytes everywhere), "uniform" (each region within the same share of its own bytes) or
-            "regions" (the least seconds for all together at no higher a peak than that share would have, exactly).
+        policy: "full" or "keep" (the fewest bytes everywhere; a curve for "keep" has nothing but all that is kept, with
+            and without what kernels write on their way), "uniform" (each region within the same share of its own bytes)
+            or "regions" (the least seconds for all together at no higher a peak than that share would have, exactly).
         engine: which engine the points are for.
         share: of the bytes that each region keeps without recomputation.
         limit: bytes that all of them may hold at any time, instead of a share.
@@ -148,7 +150,7 @@ def make_plan(
     if limit is not None:
         share = _share_within(options, limit)
     budget = peak([_like(o, share) for o in options]) if limit is None else limit
-    if policy == "full":
+    if policy in ("full", "keep"):
         chosen = [0] * len(curves)
     elif policy == "uniform":
         chosen = [max(i for i, p in enumerate(c.points) if i == 0 or p.kept <= share * c.whole) for c in curves]

@@ -160,6 +160,7 @@ class Point:
         budget: for a compiled region, the share that its partitioner may keep.
         working: bytes while its backward runs, which hold what was computed again, unpacked.
         packs: whether what is kept is quantised, where that is asked for.
+        inside: what backward kernels write on their way, as of MemoryConfig.
     """
 
     kept: int
@@ -169,6 +170,7 @@ class Point:
     budget: float = 1.0
     working: int = 0
     packs: bool = True
+    inside: str = "none"
 
     @property
     def option(self) -> Option:

@@ -86,6 +86,11 @@ def _forward(ctx: Any, *args: Any) -> Any:
     return type(ctx)._forward_cls.forward(_Context(), *args)
 
 
+def _module(ctx: Any) -> Any:
+    """That the node's class is in."""
+    return sys.modules[type(ctx)._forward_cls.__module__]
+
+
 def _norm(ctx: Any) -> Outputs:
     """y of h = x + residual, which is kept: a norm of h without a residual."""
     total, weight, bias = ctx.saved_tensors
@@ -112,6 +117,8 @@ def _recent(ctx: Any) -> Outputs:
 
 def _gated(ctx: Any) -> Outputs:
     packed, weight, _ = ctx.saved_tensors
+    if ctx.product is not None:
+        return None, _module(ctx).heads_again(packed, weight, *ctx.rest)
     found: Outputs = _forward(ctx, packed, weight, None, *ctx.rest)
     return found
 
@@ -123,7 +130,7 @@ def _placed(ctx: Any) -> Outputs:
     By the same kernel, for the same bits, with a row of zeros as everybody's residual.
     """
     total, places, _, weight, bias, *_ = ctx.saved_tensors
-    placed = sys.modules[type(ctx)._forward_cls.__module__].placed
+    placed = _module(ctx).placed
     zeros = total.new_zeros(1, total.shape[1]), torch.zeros_like(places)
     return placed.forward(total, *zeros, weight, bias, *ctx.rest)[0], None, None, None
 
@@ -172,6 +179,28 @@ def _both(node: Any) -> Collection[int]:
     return (0,) if all(edge is not None for edge, _ in node.next_functions) else ()
 
 
+def _operand(ctx: Any) -> tuple[Any, int, Recipe] | None:
+    """The node that made what a late product reads, which output it is, and how it is had again, if it is."""
+    node, number = ctx.next_functions[0]
+    recipe = None if node is None else recipe_of(node)
+    return None if recipe is None or recipe is LINEAR or number not in recipe.which(node) else (node, number, recipe)
+
+
+def _late(ctx: Any) -> Outputs:
+    """x W^T + b of an x that is not kept."""
+    found = _operand(ctx)
+    assert found is not None
+    node, number, recipe = found
+    x, (weight, bias) = recipe.again(node)[number], ctx.saved_tensors
+    assert x is not None
+    return (functional.linear(x, weight, bias),)
+
+
+def _bare(ctx: Any) -> Outputs:
+    weight, tokens, bias = ctx.saved_tensors
+    return (functional.linear(_module(ctx).layer_norm(tokens, eps=ctx.eps), weight, bias),)
+
+
 def folded_bias(node: Any, bias: Tensor) -> Tensor:
     """W h + b of gem_model's folded projection, from its node and b."""
     w, _, h = node.saved_tensors
@@ -198,7 +227,11 @@ RECIPES = {
     "gem_kernels.stream._Recent": Recipe(label="norm", again=_recent),
     "gem_kernels.stream._Placed": Recipe(label="norm", again=_placed),
     "gem_kernels.stream._PlacedTwice": Recipe(label="norm", again=_placed),
-    "gem_kernels.projections.gated._Gated": Recipe(label="gate", again=_gated, which=lambda ctx: (0, 1)),
+    "gem_kernels.projections.gated._Gated": Recipe(
+        label="gate", again=_gated, which=lambda ctx: (0, 1) if ctx.product is None else (1,)
+    ),
+    "gem_kernels.late._Product": Recipe(label="linear", again=_late, which=lambda ctx: (0,) if _operand(ctx) else ()),
+    "gem_model.projection._BareProduct": Recipe(label="linear", again=_bare),
     "gem_kernels.projections.rotary._Rotary": Recipe(label="rotary", again=_rotary, which=_turned),
     "gem_kernels::gdpa": Recipe(label="gdpa", again=lambda ctx: (_forward(ctx, *ctx.saved_tensors, *ctx.rest),)),
 }

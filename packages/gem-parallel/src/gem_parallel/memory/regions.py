@@ -5,10 +5,11 @@ While it measures, every region recomputes everything, so that the measurement i
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,6 +23,7 @@ from gem_parallel.config import MemoryConfig
 from gem_parallel.dense.containers import register_dataclasses
 from gem_parallel.memory import compiled, worth
 from gem_parallel.memory.again import Saving
+from gem_parallel.memory.clock import longer
 from gem_parallel.memory.keeper import Keeper
 from gem_parallel.memory.mx4 import Mx4Quantiser
 from gem_parallel.memory.plan import MemoryPlan, make_plan
@@ -105,12 +107,19 @@ class Regions:
         self._points: dict[str, Point] = {}
         self._compiled: dict[str, dict[float, Function]] = {}
         self._kinds: dict[str, Curve] = {}
+        self._insides = {name: _with_insides(model.get_submodule(name)) for name in outer}
+        if config.inside != "none" and not any(self._insides.values()):
+            warnings.warn(
+                f"MemoryConfig.inside is {config.inside!r}, but no module of the regions {outer} has an attribute "
+                "`inside`: their backward kernels write nothing but gradients",
+                stacklevel=2,
+            )
         if self.keeper.works:
             self._exclude(config.exclude, config.include)
         for name in outer:
             module = model.get_submodule(name)
             self._wrap(module, _Region(self, name, module))
-        if config.policy == "keep":
+        if not config.plans:
             self._points = dict.fromkeys(outer, Point(kept=0, seconds=0.0, names=None))
         elif config.policy == "full" and config.engine != "compile":
             self._points = dict.fromkeys(outer, Point(kept=0, seconds=0.0, names=()))
@@ -219,13 +228,27 @@ class Regions:
         keeper = self.keeper if point.packs else PLAIN
         if point.names is not None:
             return recompute(function, args, kwargs, frozenset(point.names), keeper)
-        if point.again:
-            with Saving(frozenset(point.again), keeper, least=self._least, module=module).hooks():
+        with self._inside(name, point.inside):
+            if point.again:
+                with Saving(frozenset(point.again), keeper, least=self._least, module=module).hooks():
+                    return function(*args, **kwargs)
+            if not keeper.works:
                 return function(*args, **kwargs)
-        if not keeper.works:
-            return function(*args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(keeper.pack_saved, keeper.unpack):
-            return function(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(keeper.pack_saved, keeper.unpack):
+                return function(*args, **kwargs)
+
+    @contextmanager
+    def _inside(self, name: str, what: str) -> Iterator[None]:
+        """What backward kernels of a region write on their way, for a forward pass."""
+        modules = self._insides[name]
+        before = [module.inside for module in modules]
+        for module in modules:
+            module.inside = what  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for module, was in zip(modules, before, strict=True):
+                module.inside = was
 
     def _compiled_for(self, name: str, function: Function, budget: float) -> Function:
         known = self._compiled.setdefault(name, {})
@@ -264,30 +287,43 @@ class Regions:
         card = is_on_card(args, kwargs)
         host_s = host_cost(function, args, kwargs).forward_s
         forward_s = device_seconds(function, args, kwargs) if card else host_s
-        whole = 0  # bytes of all, unpacked
-        found = []
-        for keeper in (PLAIN, self.keeper) if self.keeper.works else (PLAIN,):
-            saved, costs, backward = worth.watch(
-                function, args, kwargs, module, keeper, least=self._least, before=hold_back if card else _nothing
+        before = hold_back if card else _nothing
+        asked, inside_s = self.config.inside, 0.0
+        if asked != "none" and self._insides[name]:
+            inside_s = longer(
+                function, args, kwargs, module, lambda on: self._inside(name, asked if on else "none"), before
             )
-            whole = whole or saved
+        keepers = (PLAIN, self.keeper) if self.keeper.works else (PLAIN,)
+        wholes: dict[str, int] = {}  # bytes of all, unpacked
+        found = []
+        for keeper, inside in itertools.product(keepers, ("none", asked)[: 1 + (asked != "none")]):
+            with self._inside(name, inside):
+                saved, costs, backward = worth.watch(
+                    function, args, kwargs, module, keeper, least=self._least, before=before
+                )
+            wholes.setdefault(inside, saved)
             found.append(
                 worth.curve(
                     name,
                     costs,
                     inputs=tensor_bytes((args, kwargs), keeper.size if keeper.works else bytes_of),
                     saved=saved,
-                    unpacked=whole,
+                    unpacked=wholes[inside],
                     forward_s=forward_s,
                     host_s=host_s if card and self.launched else None,
                     backward=backward,
+                    inside=inside,
+                    inside_s=0.0 if inside == "none" else inside_s,
+                    packs=keeper is self.keeper or not self.keeper.works,
                 )
             )
-        plain, *packed = found
-        if not packed:
-            self.curves[name] = plain
-        else:  # what is moved to the host takes time that is not measured: all of it is, then
-            self.curves[name] = packed[0] if self.keeper.offload_bytes else worth.merged(packed[0], plain)
+        plain, least = found[0], found[-1]  # that keeps all as it is, and that packs and writes whatever is asked for
+        if self.config.policy == "keep":
+            self.curves[name] = replace(plain, points=(least.points[-1], plain.points[-1]))
+        elif self.keeper.offload_bytes:  # what is moved to the host takes time that is not measured: all of it is, then
+            self.curves[name] = least
+        else:
+            self.curves[name] = worth.merged(*found)
 
     def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
         """The curve of a compiled region; equal modules with equal inputs are compiled and measured once."""
@@ -303,6 +339,11 @@ class Regions:
 
 def _nothing() -> None:
     pass
+
+
+def _with_insides(module: nn.Module) -> list[Any]:
+    """Its modules whose backward kernels can write what would be kept."""
+    return [part for part in module.modules() if isinstance(getattr(part, "inside", None), str)]
 
 
 class _Region:

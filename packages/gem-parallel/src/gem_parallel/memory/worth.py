@@ -7,23 +7,21 @@ that needs beside what was kept (`live.py`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
 from gem_parallel.memory.again import Result, Saving
+from gem_parallel.memory.clock import REPEATS, Clock, cut_off, waits_for_units
 from gem_parallel.memory.keeper import Keeper, is_weight
 from gem_parallel.memory.live import Backward, Meter, Saved
 from gem_parallel.memory.profile import Curve, Point, Size, bytes_of, has_storage, plain_tensors, stored, thin
 
-REPEATS = 3  # of a measurement on a CPU, which others may use meanwhile
 REST = ""  # the name of what cannot be computed again
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the host's time in what is reckoned with
 
@@ -55,32 +53,6 @@ class Cost:
     packing_host_s: float = 0.0
 
 
-class _Clock:
-    """Seconds of the device and of the host for what runs inside; the device's are known when it is through."""
-
-    def __init__(self, cuda: bool) -> None:
-        self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if cuda else None
-        self.host_s = 0.0
-
-    def __enter__(self) -> _Clock:
-        if self._events:
-            self._events[0].record()
-        self._began = time.perf_counter()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.host_s = time.perf_counter() - self._began
-        if self._events:
-            self._events[1].record()
-
-    @property
-    def seconds(self) -> float:
-        if not self._events:
-            return self.host_s
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1])) * 1e-3
-
-
 class _Watching(Saving):
     """Keeps everything, and takes down what it sees."""
 
@@ -88,8 +60,8 @@ class _Watching(Saving):
         super().__init__((), keeper, least=least, module=module)
         self.size = size
         self.costs: dict[str, Cost] = {}
-        self.clocks: dict[str, _Clock] = {}
-        self.packing: dict[tuple[Any, ...], tuple[_Clock, _Clock, int]] = {}  # once, once again, and who saves it
+        self.clocks: dict[str, Clock] = {}
+        self.packing: dict[tuple[Any, ...], tuple[Clock, Clock, int]] = {}  # once, once again, and who saves it
         self.own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers()) if has_storage(t)}
         self.places: dict[tuple[Any, ...], Saved] = {}  # what is kept
         self.storages: set[int] = set()  # of that; no other tensor gets one's address meanwhile
@@ -125,17 +97,17 @@ class _Watching(Saving):
 
     def _time(self, result: Result, cost: Cost, tensor: Tensor) -> None:
         self.computing = cost
-        clocks = [_Clock(tensor.is_cuda) for _ in range(1 if tensor.is_cuda else REPEATS)]
+        clocks = [Clock(tensor.is_cuda) for _ in range(1 if tensor.is_cuda else REPEATS)]
         for clock in clocks:
             with clock:
                 result.compute()
         self.clocks[cost.name] = min(clocks, key=lambda clock: clock.host_s)
         self.computing = None
 
-    def _time_packing(self, tensor: Tensor) -> tuple[_Clock, _Clock, int]:
+    def _time_packing(self, tensor: Tensor) -> tuple[Clock, Clock, int]:
         quantiser = self.keeper.quantiser
         assert quantiser is not None
-        there, back = _Clock(tensor.is_cuda), _Clock(tensor.is_cuda)
+        there, back = Clock(tensor.is_cuda), Clock(tensor.is_cuda)
         with torch.no_grad():
             with there:
                 small = quantiser.pack(tensor.detach())
@@ -198,14 +170,14 @@ def watch(
     watching = _Watching(keeper, least=least, module=module, size=keeper.size_saved if keeper.works else bytes_of)
     devices = sorted({t.device.index for t in plain_tensors((args, kwargs)) if t.is_cuda})
     with torch.random.fork_rng(devices):
-        args, kwargs = tree_map(_cut, (args, dict(kwargs)))
+        args, kwargs = tree_map(cut_off, (args, dict(kwargs)))
         before()
         with watching.hooks():
             out = function(*args, **kwargs)
         found = [t for t in plain_tensors(out) if t.requires_grad]
         leaves = [t for t in (*plain_tensors((args, kwargs)), *module.parameters()) if t.requires_grad]
         del out
-        if found and leaves and not any(isinstance(m, FSDPModule) for m in module.modules() if m is not module):
+        if found and leaves and not waits_for_units(module):
             device = found[0].device
             watching.backward.run(found, leaves)
             watching.backward.ahead = _ahead(device, function, args, kwargs)
@@ -221,13 +193,6 @@ def _ahead(device: torch.device, function: Callable[..., Any], args: Any, kwargs
         out = function(*args, **kwargs)
         most = meter.take()
     return most + sum(t.nbytes for t in plain_tensors(out) if t.requires_grad)
-
-
-def _cut(value: Any) -> Any:
-    """An input that is nothing's result: one may be another's, and backward would go on into what made both."""
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        return value
-    return value.detach().requires_grad_()
 
 
 def computed(costs: Sequence[Cost], names: Collection[str]) -> Callable[[int], int]:
@@ -262,6 +227,9 @@ def curve(
     forward_s: float,
     host_s: float | None = None,
     backward: Backward | None = None,
+    inside: str = "none",
+    inside_s: float = 0.0,
+    packs: bool = True,
 ) -> Curve:
     """The curve of a region: the whole again, all results again, fewer and fewer of them, none.
 
@@ -277,6 +245,9 @@ def curve(
         host_s: seconds of the host for it; given, points cost what a step sees of them (`step_seconds`).
         backward: its backward pass, as `watch` saw it; without, a point's working bytes are what is kept and computed
             again alone.
+        inside: what backward kernels write on their way while all this was measured, and
+        inside_s: what that takes of the device, of the host where there is none.
+        packs: as of Point.
     """
     whole = max(saved, inputs)
     seen = backward if backward is not None and backward.moments else None
@@ -286,6 +257,7 @@ def curve(
     worth = [c for c in costs if c.nbytes > 0]
 
     def seconds(device: float, host: float) -> float:
+        device += inside_s
         return device if host_s is None else step_seconds(forward_s, host_s, device, host)
 
     points = [
@@ -325,15 +297,16 @@ def curve(
             names = frozenset(point.again)
             most = seen.most(names, computed(costs, names)) if seen else point.kept + working(costs, names)
             point = replace(point, working=max(point.kept, most))
-        falling.append(point)
+        falling.append(replace(point, inside="none" if point.names == () else inside, packs=packs))
     return Curve(region=region, points=tuple(thin(falling)), forward_s=forward_s)
 
 
-def merged(packed: Curve, plain: Curve) -> Curve:
-    """The curve of a region that may pack what it keeps or leave it as it is, whichever costs less for its bytes: to
-    pack a tensor and unpack it moves six bytes for each that it saves of 16 bits, to compute a norm again two.
+def merged(plain: Curve, *others: Curve) -> Curve:
+    """The curve of a region that may pack what it keeps or leave it as it is, and have its backward kernels write or
+    not, whichever costs less for its bytes: to pack a tensor and unpack it moves six bytes for each that it saves of 16
+    bits, to compute a norm again two, to write it on the way one.
     """
-    points = [*packed.points, *(replace(point, packs=False) for point in plain.points)]
+    points = [point for found in (plain, *others) for point in found.points]
     falling: list[Point] = []
     for point in sorted(points, key=lambda p: (p.kept, p.seconds)):
         if not falling or point.seconds < falling[-1].seconds or point.kept == plain.whole:
