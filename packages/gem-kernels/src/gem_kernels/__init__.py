@@ -14,6 +14,7 @@ from gem_kernels.jagged_attention.tables import position_bias, time_bias
 from gem_kernels.late import LateProduct
 from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.norms import layer_norm, qk_norm, rms_norm
+from gem_kernels.project_gated import GatedDown, project_gated
 from gem_kernels.projections import Among, Turn, gated_heads, rotary_heads, sigmoid_gate
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
@@ -22,6 +23,7 @@ from gem_kernels.stream import norm_rows, norm_rows_twice
 
 __all__ = [
     "Among",
+    "GatedDown",
     "LateProduct",
     "Rope",
     "Turn",
@@ -47,6 +49,7 @@ __all__ = [
     "norm_rows_twice",
     "padded_to_jagged",
     "position_bias",
+    "project_gated",
     "qk_norm",
     "rms_norm",
     "rope",

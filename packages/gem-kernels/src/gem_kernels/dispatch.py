@@ -31,6 +31,7 @@ OPERATORS = (
     "norms",
     "norm_linear",
     "projections",
+    "project_gated",
     "sequences",
 )
 REFERENCE = "reference"

@@ -90,7 +90,7 @@ def _argument(x: Any, memories: dict[int, Memory]) -> Any:
         import triton.language as tl
 
         return Value(x.storage_offset() * x.element_size(), tl.pointer_type(TYPES[x.dtype]), _memory(x, memories))
-    return value(x)
+    return None if x is None else value(x)
 
 
 def _memory(x: Tensor, memories: dict[int, Memory]) -> Memory:

@@ -142,5 +142,6 @@ ASSEMBLY: dict[str, Callable[[Value], Value]] = {
     "cos.approx.f32 $0, $1;": per_number(torch.cos),
     "sin.approx.f32 $0, $1;": per_number(torch.sin),
     "lg2.approx.f32 $0, $1;": per_number(torch.log2),
+    "rcp.approx.ftz.f32 $0, $1;": per_number(torch.reciprocal),
     "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;": turned,
 }

@@ -1,0 +1,168 @@
+"""`python -m gem_kernels.bench.gated`: a gated projection and the product behind its gate, fused on Hopper
+(`gem_kernels.project_gated`) and apart (cuBLAS and the kernels of `gem_kernels.projections`), at the widths of GEM's
+preset "large". Every variant is checked against float64 first; what is wrong is not timed. Runs are CUDA graphs that
+take turns; rows are printed as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gem_kernels import testing
+from gem_kernels.bench import timing
+from gem_kernels.project_gated import hopper
+from gem_kernels.project_gated import triton as apart
+
+WIDTH, HIDDEN, HEADS, EPS = 512, 1024, 4, 1e-6
+SAMPLE = 4096  # rows, of both ends, that are compared
+TOLERANCE = 6e-3  # relative error of a BF16 result against float64
+Run = Callable[[], tuple[Tensor | None, ...]]
+
+
+class Case:
+    """Operands of T rows, and what runs on them by direction and name."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+        outputs = 2 * HIDDEN + WIDTH
+        self.rows = rows
+        self.x, self.weight = normal(rows, WIDTH), normal(outputs, WIDTH) / WIDTH**0.5
+        self.bias, self.gain = torch.randn(outputs, device=device), 1 + 0.1 * torch.randn(WIDTH // HEADS, device=device)
+        self.dy, self.both = normal(rows, WIDTH), normal(WIDTH, HIDDEN + WIDTH) / WIDTH**0.5
+        self.packed = normal(rows, outputs)
+
+    def forward(self, run: Callable[..., tuple[Tensor, ...]], **how: Any) -> tuple[Tensor, ...]:
+        """packed, h and q."""
+        return run(self.x, self.weight, self.bias, self.gain, HIDDEN, HEADS, EPS, **how)
+
+    def backward(self, run: Callable[..., tuple[Any, ...]], **how: Any) -> tuple[Tensor | None, ...]:
+        """The gradients of gate and up, their sums, the gradient of what else is multiplied, and h if it is made."""
+        dpacked = torch.empty_like(self.packed)
+        dbias = torch.empty(2 * HIDDEN, device=self.x.device)
+        rest, h = run(self.dy, self.both, self.packed, dpacked, dbias, HIDDEN, **how)
+        return dpacked[:, : 2 * HIDDEN], dbias, rest, h
+
+    def runs(self) -> dict[str, dict[str, Run]]:
+        """By direction: what is timed."""
+        forward: dict[str, Run] = {
+            "cuBLAS alone": lambda: (F.linear(self.x, self.weight),),
+            "apart": lambda: self.forward(apart.forward),
+        }
+        for name, config in hopper.FORWARD.items():
+            forward[f"hopper {name}"] = functools.partial(self.forward, hopper.forward, config=config)
+        backward: dict[str, Run] = {
+            "cuBLAS alone": lambda: (self.dy @ self.both,),
+            "apart": lambda: self.backward(apart.backward),
+            "apart, h again": lambda: self.backward(apart.backward, again=True),
+        }
+        for name, plan in hopper.BACKWARD.items():
+            again = name == hopper.DEFAULT[2]
+            backward[f"hopper {name}"] = functools.partial(self.backward, hopper.backward, config=plan, again=again)
+        return {"forward": forward, "backward": backward}
+
+    def exact(self, direction: str, rows: slice) -> tuple[Tensor, ...]:
+        """Of some rows in float64; sums are left out."""
+        if direction == "forward":
+            packed = self.x[rows].double() @ self.weight.double().T + self.bias.double()
+            gate, up, q = packed.split((HIDDEN, HIDDEN, WIDTH), dim=1)
+            heads = q.unflatten(1, (HEADS, -1))
+            normed = heads / (heads.square().mean(-1, keepdim=True) + EPS).sqrt() * self.gain.double()
+            return packed, F.silu(gate) * up, normed
+        given = self.packed[rows, : 2 * HIDDEN].double().requires_grad_()
+        h = F.silu(given[:, :HIDDEN]) * given[:, HIDDEN:]
+        made = self.dy[rows].double() @ self.both.double()
+        (dgates,) = torch.autograd.grad(h, given, made[:, :HIDDEN])
+        return dgates, made[:, HIDDEN:], h.detach()
+
+    def wrong(self, direction: str, run: Run) -> float:
+        """The largest relative error at either end of the rows, NaN included; of sums against the gradients' own."""
+        with testing.poisoned():
+            made = run()
+        worst = 0.0
+        if direction == "backward":
+            sums = made[1]
+            assert sums is not None
+            worst = testing.relative_error(sums, made[0].double().sum(0))  # type: ignore[union-attr]
+            made = (made[0], *made[2:])
+        for rows in (slice(0, SAMPLE), slice(self.rows - SAMPLE, self.rows)):
+            for got, exact in zip(made, self.exact(direction, rows), strict=False):
+                if got is not None:
+                    worst = max(worst, testing.relative_error(got[rows], exact), key=lambda e: (e != e, e))
+        return worst
+
+
+def _flops(direction: str, rows: int) -> int:
+    return 2 * rows * WIDTH * (2 * HIDDEN + WIDTH if direction == "forward" else HIDDEN + WIDTH)
+
+
+def measure(rows: int, device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of T, as they come."""
+    case, found = Case(rows, device), []
+    for direction, runs in case.runs().items():
+        kept: dict[str, Run] = {}
+        for name, run in runs.items():
+            if name != "cuBLAS alone":
+                try:
+                    error = case.wrong(direction, run)
+                except Exception as failure:  # whatever it throws is the finding
+                    print(f"{rows} {direction} {name}: {type(failure).__name__}: {str(failure)[:300]}", flush=True)
+                    continue
+                print(f"{rows} {direction} {name}: relative error {error:.2e}", flush=True)
+                if not error < TOLERANCE:
+                    continue
+            kept[name] = timing.captured(run)
+        if options.check:
+            continue
+        times = timing.interleaved(kept, rounds=options.rounds, rep=options.rep)
+        for name, ms in times.items():
+            row = {
+                "rows": rows, "pass": direction, "variant": name, "ms": round(ms, 4),
+                "tflops": round(_flops(direction, rows) / ms / 1e9, 1),
+                "of_apart": round(times["apart"] / ms, 3), "ghz": round(timing.sm_ghz(kept[name], 150), 3),
+            }  # fmt: skip
+            found.append(row)
+            print(json.dumps(row), flush=True)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m gem_kernels.bench.gated", description=__doc__.split(":")[0])
+    parser.add_argument("--rows", type=int, action="append", help="may be repeated; default 65536 and 262144")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rep", type=int, default=60, help="milliseconds of a variant in each round")
+    parser.add_argument("--check", action="store_true", help="no times")
+    parser.add_argument("--once", metavar="DIRECTION", help="run this pass's default twice, for a profiler")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    if options.once:
+        run = Case((options.rows or [65536])[0], device).runs()[options.once]
+        default = hopper.DEFAULT[0 if options.once == "forward" else 1]
+        for _ in range(2):
+            run[f"hopper {default}"]()
+        torch.cuda.synchronize()
+        return 0
+    rows = [row for count in options.rows or [65536, 262144] for row in measure(count, device, options)]
+    if options.out:
+        options.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""The product behind the gate in plain PyTorch; what is before it is that of `projections.reference`."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def down(h: Tensor, weight: Tensor, told: Tensor | None, other: Tensor | None, bias: Tensor | None) -> Tensor:
+    """h W^T + told V^T + b."""
+    y = F.linear(h, weight, bias)
+    return y if told is None or other is None else y + told @ other.t()
