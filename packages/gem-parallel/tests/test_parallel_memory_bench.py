@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from gem_parallel import MemoryConfig
-from gem_parallel.bench.memory import errors, right
+from gem_parallel.bench.memory import config_of, errors, right
 from torch import nn
 
+SIZES = {"quantise_min_kib": 1024.0, "recompute_min_kib": 1024.0}
+INSIDE = MemoryConfig(inside="exact")
 FP8, MX4 = MemoryConfig(quantise="fp8"), MemoryConfig(quantise="mx4")
 
 
@@ -46,3 +48,27 @@ def test_recomputed_gradients_may_differ_as_two_runs_do(config):
     assert not right(row, config, (0.0, 0.0))
     assert not right(row, config, (1e-8, 1e-8))
     assert right({"error": 0.0, "worst": 0.0}, config, (0.0, 0.0))
+
+
+def test_rows_that_are_normed_again_may_be_rounded_otherwise():
+    assert right({"error": 9e-5, "worst": 1.9e-4}, INSIDE, (0.0, 0.0))
+    assert not right({"error": 1.1e-4, "worst": 1.1e-4}, INSIDE, (0.0, 0.0))
+    assert not right({"error": 1e-5, "worst": 2.1e-4}, INSIDE, (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("none", None),
+        ("inside alone", MemoryConfig(inside="exact", **SIZES)),
+        ("fp8 alone", MemoryConfig(quantise="fp8", **SIZES)),
+        ("regions 0.6 + inside", MemoryConfig(policy="regions", budget=0.6, inside="exact", **SIZES)),
+        (
+            "uniform 80GiB + inside + fp8",
+            MemoryConfig(policy="uniform", budget_gib=80, inside="exact", quantise="fp8", **SIZES),
+        ),
+        ("operators: none", MemoryConfig(engine="operators", **SIZES)),
+    ],
+)
+def test_names_of_variants(name, expected):
+    assert config_of(name) == expected
