@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gem_lowprec.bench import __main__ as bench
-from gem_lowprec.bench import problems
+from gem_lowprec.bench import problems, timing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -58,3 +58,14 @@ def test_the_table_has_a_line_for_every_variant():
     assert len(lines) == 4
     assert "1.50  bf16 600" in lines[1]
     assert "bf16" not in lines[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_kernels_of_a_call():
+    x = torch.ones(2**24, device=DEVICE)
+    (name, launches, microseconds), *others = timing.kernels(lambda: x.mul_(0.5).mul_(2.0))
+    assert not others, others
+    assert "elementwise" in name
+    assert launches == 2
+    assert 4 < microseconds < 1000  # 128 MB, twice

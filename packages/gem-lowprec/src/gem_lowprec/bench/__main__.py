@@ -95,6 +95,11 @@ def _measure(p: problems.Problem, options: argparse.Namespace, found: dict[str, 
                 raise
             print(f"  {name}: {type(error).__name__}: {str(error)[:160]}")
     times = timing.interleaved(runs, rounds=options.rounds, rep=options.rep)
+    launched = {v: timing.kernels(run) for v, run in p.runs.items()} if options.kernels else {}
+    for variant, lines in launched.items():
+        print(f"{p.name}, {variant}: {sum(us for *_, us in lines):.0f} us on the GPU in a call")
+        for kernel, launches, us in lines:
+            print(f"  {us:9.1f} us {launches:6.1f} x  {kernel[:90]}", flush=True)
 
     def rate(run: str) -> float:
         return p.flops / times[run] / 1e9 if p.unit == "tflops" else problems.bytes_of(p, run) / times[run] / 1e6
@@ -110,6 +115,7 @@ def _measure(p: problems.Problem, options: argparse.Namespace, found: dict[str, 
             "gbps": round(moved, 1), "of_copy": round(moved / 1e3 / found["copy_tbps"], 3),
             "of_gemm": None if tflops is None else round(tflops / found["gemm_bf16_tflops"], 3),
             "error": errors[variant], "peers": peers, "unit": p.unit,
+            **({"kernels": launched[variant]} if variant in launched else {}),
         })  # fmt: skip
     return rows
 
@@ -145,6 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the cases and leave")
     parser.add_argument("--rounds", type=int, default=3, help="rounds over all variants; the median counts")
     parser.add_argument("--rep", type=int, default=30, help="milliseconds of repeats of a variant in a round")
+    parser.add_argument(
+        "--kernels", action="store_true", help="also list what a call of each variant runs on the GPU, by the profiler"
+    )
     parser.add_argument("--gate-only", action="store_true", help="check results (and build), time nothing")
     parser.add_argument("--jobs", type=int, default=8, help="processes that build beforehand; 1 for none")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")

@@ -30,11 +30,41 @@ def captured(run: Run) -> Run:
     return replay
 
 
+CALLS = 5  # of a variant in a round, however long it takes
+
+
 def median_ms(run: Run, rep: int) -> float:
-    """Median time of a call in milliseconds over about `rep` milliseconds, the L2 cache flushed between calls."""
+    """Median time of a call in milliseconds over about `rep` milliseconds, or over `CALLS` calls if that is longer; the
+    L2 cache flushed between calls.
+    """
     import triton
 
-    return float(triton.testing.do_bench(run, warmup=max(rep // 4, 3), rep=rep, return_mode="median"))
+    def median(rep: int) -> float:
+        return float(triton.testing.do_bench(run, warmup=max(rep // 4, 3), rep=rep, return_mode="median"))
+
+    once = median(1) if rep < 100 else 0.0
+    return median(max(rep, round(CALLS * once)))
+
+
+def kernels(run: Run, calls: int = 3) -> list[tuple[str, float, float]]:
+    """What a call runs on the GPU, the longest first: name, launches of a call, and microseconds of them all, by
+    torch's profiler.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in seen.events():
+        if event.device_type == DeviceType.CUDA:
+            found.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    rows = [(name, len(times) / calls, sum(times) / calls) for name, times in found.items()]
+    return sorted(rows, key=lambda row: -row[2])
 
 
 def interleaved(runs: Mapping[str, Run], *, rounds: int, rep: int) -> dict[str, float]:
