@@ -12,6 +12,9 @@ import pytest
 from gem_train import recipes
 from gem_train.cli import main
 from gem_train.config import RunConfig, from_toml
+from gem_train.metrics.bootstrap import FEWEST
+
+FEW = ("--set", "data.synthetic.events=2000", "--set", "train.device=cpu")
 
 PROBE = """
 import sys, time
@@ -100,6 +103,12 @@ def test_show_prints_what_config_reads(capsys, tmp_path):
         (["run", "synthetic", "--set", "optim.lr=high"], "optim.lr: got 'high'"),
         (["run"], "name either a RECIPE"),
         (["show", "synthetic", "--config", "x.toml"], "name either a RECIPE"),
+        (["run", __file__], "is a file, no recipe; name it by --config"),
+        (["show", "absent"], "'absent' is no run folder, and no recipe: "),
+        (["bench", "absent"], "'absent' is no run folder, and no recipe: "),
+        (["bench", "synthetic", "--fill", "clicks=3", *FEW], "bench: 'clicks' is no source of the data"),
+        (["ladder", "synthetic", "--rung", "jfa"], "ladder: 'jfa' is no rung; did you mean 'JFA'"),
+        (["ls"], "there is no folder runs; runs are made in"),
         (["run", "--config", "absent.toml"], "cannot read the configuration absent.toml"),
         (["run", "synthetic", "--resume"], "--out DIR"),
         (["run", "--resume", "--out", "absent"], "there is no run folder absent"),
@@ -130,6 +139,8 @@ def test_mistakes_are_answered_in_one_line_with_exit_code_2(arguments, says, cap
         (["ladder", "synthetic", "--limit", "-1"], "--limit: got '-1'; expected a number, 0 or more"),
         (["diff", "a", "b", "--level", "95"], "--level: got '95'; expected a share between 0 and 1"),
         (["plan", "synthetic", "--gpus", "0"], "--gpus: got '0'"),
+        (["compare", "synthetic", "--draws", "99"], f"--draws: got '99'; expected a whole number, {FEWEST} or more"),
+        (["diff", "a", "b", "--draws", "99"], f"--draws: got '99'; expected a whole number, {FEWEST} or more"),
     ],
 )
 def test_numbers_out_of_range_are_refused_by_name(arguments, says, capsys):

@@ -8,6 +8,7 @@ contender goes through the same `execute` as `gem-train run`: same batches, same
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,7 @@ def fit(name: str, config: RunConfig, run: RunDir) -> None:
 
     from gem_train import data as data_source
     from gem_train.evaluation import Predictions, figures
+    from gem_train.events import Events
 
     with user_errors("start"):
         runtime = start("cpu", config.train.timeout_s)
@@ -70,6 +72,8 @@ def fit(name: str, config: RunConfig, run: RunDir) -> None:
         tasks = data.schema.task_names
         predictions.write(run.predictions_file, tasks)
         write_json(run.eval_file, {"split": "test", "samples": len(rows), "model": figures(predictions, tasks)})
+    with contextlib.closing(Events(run.path)) as events:  # as `gem-train ls` knows a finished run
+        events.message("finished")
 
 
 def told(argv: Sequence[str]) -> int:

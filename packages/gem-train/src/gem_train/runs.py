@@ -92,7 +92,7 @@ def find(root: Path) -> Iterator[RunDir]:
     Raises UserError where there is no such folder.
     """
     if not root.is_dir():
-        raise UserError(f"there is no folder {root}")
+        raise UserError(f"there is no folder {root}; runs are made in `runs` unless --out says otherwise")
     found = []
     for folder, inside, files in os.walk(root):
         if "config.toml" in files:

@@ -97,8 +97,8 @@ class Plan:
         lines = [
             f"{self.model.name} on {self.world} x {self.topology.device}, {self.batch} samples per device"
             + (f" in {self.layout.parts} parts of {self.layout.part(self.batch)}" if self.layout.parts > 1 else ""),
-            f"  {self.model.dense_params / 1e9:.2f} G dense, {self.model.expert_params / 1e9:.2f} G expert and "
-            f"{self.model.table_params / 1e9:.2f} G table parameters; {self.fitting} of {self.considered} layouts fit",
+            f"  {_count(self.model.dense_params)} dense, {_count(self.model.expert_params)} expert and "
+            f"{_count(self.model.table_params)} table parameters; {self.fitting} of {self.considered} layouts fit",
             "",
             f"layout     {best.layout}",
             f"step       {best.step_s * 1e3:.1f} ms, {self.samples_per_s:,.0f} samples/s; computing "
@@ -112,6 +112,13 @@ class Plan:
             f"profile    {self.profile.source}",
         ]
         return "\n".join(lines)
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
 
 
 def table(title: str, values: dict[str, float], factor: float, unit: str) -> list[str]:

@@ -70,10 +70,11 @@ def about_axes(candidates: list[Candidate], topology: Topology, load: TableLoad)
             [c for c in candidates if same(c, dense=True) and not same(c, dense=False)],
         )
     )
-    reasons.append(
-        f"the busiest of {layout.table_shard} ranks looks up {load.imbalance:.2f} x the mean; "
-        f"{load.splits} tables are cut, a pooled vector travels from {load.row_split:.2f} row blocks on average"
-    )
+    if layout.table_shard > 1:
+        reasons.append(
+            f"the busiest of {layout.table_shard} ranks looks up {load.imbalance:.2f} x the mean; "
+            f"{load.splits} tables are cut, a pooled vector travels from {load.row_split:.2f} row blocks on average"
+        )
     if len(candidates) > 1:
         other = candidates[1]
         waits = max(other.waits_s, key=other.waits_s.__getitem__) if other.waits_s else "nothing"

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = override(RunDir.open(arguments.out).read_config(), arguments.set)
         log_exists(config)
     else:
-        config = _config(arguments)
+        config = config_of(arguments)
     if arguments.out and os.environ.get("RANK", "0") == "0":  # before torch takes its seconds to load
         RunDir(arguments.out).check(config, resume=arguments.resume)
     from gem_train.run import execute
@@ -91,7 +91,7 @@ def show(arguments: argparse.Namespace) -> int:
         if arguments.set or arguments.config:
             raise UserError(f"{named} is a run folder, which --set and --config do not change")
         return runs.show(named)
-    print(to_toml(_config(arguments, data=False)), end="")
+    print(to_toml(config_of(arguments, data=False, or_run=True)), end="")
     return 0
 
 
@@ -129,7 +129,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Train GEM and the baselines."""
-    config = _config(arguments)
+    config = config_of(arguments)
     from gem_train.cli.compare import compare
 
     return compare(config, arguments)
@@ -151,7 +151,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Choose a layout; 1 if none fits."""
-    config = _config(arguments)
+    config = config_of(arguments)
     from gem_train.cli.plan import plan
 
     return plan(config, arguments)
@@ -159,14 +159,22 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def bench(arguments: argparse.Namespace) -> int:
     """Measure efficiency."""
+    folder = Path(arguments.recipe) if arguments.recipe and (Path(arguments.recipe) / "config.toml").exists() else None
+    if folder is None:
+        config = config_of(arguments, or_run=True)
+    else:
+        from gem_train.run_dir import RunDir
+
+        config = override(RunDir.open(folder).read_config(), arguments.set)
+        log_exists(config)
     from gem_train.cli.measure import bench
 
-    return bench(arguments)
+    return bench(config, folder, arguments)
 
 
 def ladder(arguments: argparse.Namespace) -> int:
     """Measure the techniques one by one."""
-    config = _config(arguments)
+    config = config_of(arguments)
     from gem_train.cli.measure import ladder
 
     return ladder(config, arguments)
@@ -199,10 +207,20 @@ def log_exists(config: RunConfig) -> None:
         )
 
 
-def _config(arguments: argparse.Namespace, *, data: bool = True) -> RunConfig:
-    """The recipe or file that was named, with the overrides applied; with `data`, its log has to be there."""
+def config_of(arguments: argparse.Namespace, *, data: bool = True, or_run: bool = False) -> RunConfig:
+    """The recipe or file that was named, with the overrides applied.
+
+    With `data`, its log has to be there; with `or_run`, a run folder could have been named as well.
+
+    Raises UserError for what is not there, or can't be understood.
+    """
     if bool(arguments.recipe) == bool(arguments.config):
         raise UserError("name either a RECIPE (see `gem-train recipes`) or a --config FILE")
+    if arguments.recipe and arguments.recipe not in registry.names():
+        if Path(arguments.recipe).is_file():
+            raise UserError(f"{arguments.recipe!r} is a file, no recipe; name it by --config")
+        if or_run:
+            raise UserError(f"{arguments.recipe!r} is no run folder, and no recipe: {', '.join(registry.names())}")
     base = from_toml(RunConfig, Path(arguments.config)) if arguments.config else registry.load(arguments.recipe)
     config = override(base, arguments.set)
     if data:

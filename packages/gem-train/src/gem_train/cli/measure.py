@@ -15,11 +15,11 @@ from gem_model.ranker import Ranker
 from gem_parallel import Runtime, start
 
 from gem_train.assemble import assemble, peak_of
-from gem_train.config import RunConfig, override
+from gem_train.config import RunConfig
 from gem_train.errors import UserError, user_errors
 from gem_train.events import Events, finite
 from gem_train.ladder import results
-from gem_train.ladder.climb import Options, climb
+from gem_train.ladder.climb import Options, check_names, climb
 from gem_train.measuring.bench import compile_layers, measure
 from gem_train.measuring.table import render
 from gem_train.progress import Progress
@@ -29,20 +29,11 @@ from gem_train.run_dir import RunDir, new_path, read_json, write_json
 READY_S = 300.0  # for a rung to get ready where only its measuring was limited
 
 
-def bench(arguments: argparse.Namespace) -> int:
-    """Measure, print, and write efficiency.json and profile.toml."""
-    from gem_train.cli.commands import _config
-
-    folder = Path(arguments.recipe) if arguments.recipe and (Path(arguments.recipe) / "config.toml").exists() else None
-    if folder is not None:
-        config = override(RunDir.open(folder).read_config(), arguments.set)
-        out = Path(arguments.out) if arguments.out else folder
-    else:
-        config = _config(arguments)
-        out = Path(arguments.out) if arguments.out else new_path(f"bench-{config.recipe}")
+def bench(config: RunConfig, run: Path | None, arguments: argparse.Namespace) -> int:
+    """Measure, print, and write efficiency.json and profile.toml, into the folder of the run where there is one."""
+    out = Path(arguments.out) if arguments.out else run or new_path(f"bench-{config.recipe}")
     fill = _fill(arguments.fill)
-    out.mkdir(parents=True, exist_ok=True)  # a plan of activations may be written there
-    with _job(config) as runtime, Progress(enabled=False) as progress:
+    with _job(config) as runtime, _folder(out, runtime), Progress(enabled=False) as progress:
         _, trainer = assemble(
             config, runtime, RunDir(out), events=Events(None), progress=progress, build=on_device(runtime)
         )
@@ -74,6 +65,7 @@ def ladder(config: RunConfig, arguments: argparse.Namespace) -> int:
     """
     fill, out = _fill(arguments.fill), Path(arguments.out) if arguments.out else new_path(f"ladder-{config.recipe}")
     with user_errors("ladder"):
+        check_names(arguments.rung, arguments.bench)
         done = results.measured(config, out, fill=fill, recompute=arguments.recompute)
     options = Options(
         fill=fill,
@@ -134,6 +126,20 @@ def _job(config: RunConfig) -> Iterator[Runtime]:
         runtime = start(config.train.device, config.train.timeout_s)
     with runtime, quiet(runtime):
         yield runtime
+
+
+@contextlib.contextmanager
+def _folder(out: Path, runtime: Runtime) -> Iterator[None]:
+    """The folder is there from the start, since a plan of activations may be written to it; left empty, it goes."""
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if runtime.is_main:
+            with contextlib.suppress(OSError):  # not empty
+                for folder in made:
+                    folder.rmdir()
 
 
 def _fill(assignments: list[str]) -> dict[str, int]:

@@ -8,11 +8,17 @@ from pathlib import Path
 
 from gem_train.__about__ import __version__
 
+FEWEST_DRAWS = 100  # as gem_train.metrics.bootstrap has it, which would load numpy to tell
+
 
 def parser() -> argparse.ArgumentParser:
     """The parser of `gem-train`; the chosen command is in `verb`."""
     top = argparse.ArgumentParser(
-        prog="gem-train", description="Train, evaluate and report recommendation models of the GEM kind."
+        prog="gem-train",
+        description="Train, evaluate and report recommendation models of the GEM kind.",
+        epilog="Exit codes: 0 done, or stopped as asked with a checkpoint; 1 what was looked at is not well, such as a "
+        "plan that fits nowhere; 2 a mistake in the command, a file or a setting; 3 a loss that is not finite; "
+        "4 another rank is gone; 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gem-train {__version__}")
     common = argparse.ArgumentParser(add_help=False)
@@ -20,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", metavar="COMMAND")
 
     def verb(name: str, text: str) -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", parents=[common])
+        return verbs.add_parser(name, help=text, description=_sentence(text), parents=[common])
 
     run = verb("run", "train a recipe, test it and write a report")
     _recipe(run)
@@ -71,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--jobs", metavar="N", type=_whole(1), default=1, help="processes side by side (default: 1)")
     compare.add_argument(
-        "--draws", metavar="N", type=_whole(1), default=1000, help="bootstrap draws of users (default: 1000)"
+        "--draws", metavar="N", type=_whole(FEWEST_DRAWS), default=1000, help="bootstrap draws of users (default: 1000)"
     )
     compare.add_argument("--json", action="store_true", help="the same as JSON")
 
@@ -79,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("run_a", metavar="RUN_A", help="a tested run's folder")
     diff.add_argument("run_b", metavar="RUN_B", help="another; differences are B - A")
     diff.add_argument(
-        "--draws", metavar="N", type=_whole(1), default=1000, help="bootstrap draws of users (default: 1000)"
+        "--draws", metavar="N", type=_whole(FEWEST_DRAWS), default=1000, help="bootstrap draws of users (default: 1000)"
     )
     diff.add_argument("--level", metavar="SHARE", type=_share, default=0.95, help="of the intervals (default: 0.95)")
     diff.add_argument("--seed", metavar="N", type=_whole(0), default=0, help="of the draws (default: 0)")
@@ -133,13 +139,17 @@ def parser() -> argparse.ArgumentParser:
         help="of this rung write efficiency.json, too, as `bench` does",
     )
     ladder.add_argument(
-        "--limit", metavar="SECONDS", type=_seconds, default=0.0, help="for measuring a rung (default: none)"
+        "--limit",
+        metavar="SECONDS",
+        type=_seconds,
+        default=0.0,
+        help="most that measuring a rung may take (default: no limit)",
     )
     ladder.add_argument(
         "--ready-limit",
         metavar="SECONDS",
         type=_seconds,
-        help="for torch.compile and warm-up before that (default: 300 with --limit, else none)",
+        help="most that torch.compile and warm-up may take before that (default: 300 with --limit, else no limit)",
     )
 
     _data(verb("data", "build and look at event logs"), common)
@@ -148,12 +158,20 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("run", metavar="RUN", help="a run folder")
     export.add_argument("--out", metavar="DIR", required=True, help="the folder to write")
     export.add_argument(
-        "--rows", metavar="KIND", choices=("float32", "int8", "fp8"), default="float32", help="of the tables' rows"
+        "--rows",
+        metavar="KIND",
+        choices=("float32", "int8", "fp8"),
+        default="float32",
+        help="numbers of the tables' rows: float32 (default), int8 or fp8",
     )
 
     doctor = verb("doctor", "say what is installed, whether it fits together, and what would run where")
     doctor.add_argument("--json", action="store_true", help="the same as JSON")
     return top
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + ("" if text.endswith("?") else ".")
 
 
 def _whole(least: int) -> Callable[[str], int]:
@@ -219,7 +237,7 @@ def _data(command: argparse.ArgumentParser, common: argparse.ArgumentParser) -> 
         return actions.add_parser(
             name,
             help=text,
-            description=text[0].upper() + text[1:] + ".",
+            description=_sentence(text),
             epilog=epilog,
             parents=[common],
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -228,7 +246,9 @@ def _data(command: argparse.ArgumentParser, common: argparse.ArgumentParser) -> 
     listed = "\n".join(f"  {name:<16}{kind.about}" for name, kind in SOURCES.items())
     prepare = action("prepare", "build a log of a source, in bounded memory", f"sources:\n{listed}")
     prepare.add_argument("source", metavar="SOURCE", help="see below")
-    prepare.add_argument("paths", metavar="PATH", nargs="*", help="the source's folder; files, folders or patterns")
+    prepare.add_argument(
+        "paths", metavar="PATH", nargs="*", default=[], help="the source's folder; files, folders or patterns"
+    )
     prepare.add_argument("--schema", metavar="FILE", type=Path, help="files: what the columns mean, TOML or JSON")
     prepare.add_argument(
         "--format", metavar="NAME", help="files: parquet, arrow, csv, tsv or jsonl (default: by suffix)"

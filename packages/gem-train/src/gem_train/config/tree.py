@@ -152,8 +152,9 @@ def describe(hint: Any) -> str:
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """'; did you mean X?' for the closest known name, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
+    return f"; did you mean {lower[close[0]]!r}?" if close else ""
 
 
 def leaves(kind: type, path: str = "") -> list[str]:

@@ -9,7 +9,7 @@ import math
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from gem_parallel import Runtime
 
 from gem_train.assemble import assemble
 from gem_train.config import RunConfig, override
+from gem_train.config.tree import suggest
 from gem_train.data import divided
 from gem_train.evaluation import figures, mean_ne
 from gem_train.events import Events
@@ -67,6 +68,14 @@ class Options:
     bench: str = ""
 
 
+def check_names(names: Iterable[str], bench: str = "", rungs: tuple[Rung, ...] = RUNGS) -> None:
+    """Raises ValueError for a name that is no rung; `bench` may be empty."""
+    known = [rung.name for rung in rungs]
+    for name in (*names, *filter(None, [bench])):
+        if name not in known:
+            raise ValueError(f"{name!r} is no rung{suggest(name, known)}; there are {', '.join(map(repr, known))}")
+
+
 def climb(
     config: RunConfig,
     runtime: Runtime,
@@ -79,10 +88,7 @@ def climb(
 
     Raises ValueError for a name that is no rung.
     """
-    known = [rung.name for rung in rungs]
-    for name in (*options.names, *filter(None, [options.bench])):
-        if name not in known:
-            raise ValueError(f"{name!r} is no rung; there are {', '.join(map(repr, known))}")
+    check_names(options.names, options.bench, rungs)
     rows: list[dict[str, Any]] = []
     alone_here = runtime.world == 1  # nobody can be called back out of a collective
     limits = Limits(options.ready_limit if alone_here else 0.0, options.limit if alone_here else 0.0)
