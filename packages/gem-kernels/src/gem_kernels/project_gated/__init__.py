@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS, check_count, check_number, dense
-from gem_kernels.late import LateProduct
 from gem_kernels.project_gated.functions import GatedDown, project
-from gem_kernels.projections import reference
+from gem_kernels.projections import gated_heads
 from gem_kernels.projections.checks import check_vector
 
 __all__ = ["GatedDown", "project_gated"]
@@ -25,7 +25,6 @@ def project_gated(
     *,
     bias: Tensor | None = None,
     eps: float = 1e-6,
-    product: LateProduct | None = None,
     down: GatedDown | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -43,7 +42,6 @@ def project_gated(
         gain: [D] floating; without it q is as it is.
         bias: [2 hidden + H D] floating.
         eps: added to the mean square, positive.
-        product: of whoever made x with it, so that x is not kept for the gradient of W.
         down: the only reader of h, whose backward pass then goes through the gate as well.
         backend: "reference", "triton" or "hopper"; None lets `dispatch` choose.
 
@@ -70,15 +68,15 @@ def project_gated(
         check_vector("gain", gain, width // heads)
     if bias is not None:
         check_vector("bias", bias, weight.shape[0])
-    for name, tensor in (("weight", weight), ("gain", gain), ("bias", bias)):
+    for what, tensor in (("weight", weight), ("gain", gain), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name} must be on {x.device} with x; got {tensor.device}")
+            raise ValueError(f"{what} must be on {x.device} with x; got {tensor.device}")
     features = (f"hidden:{hidden}", f"head:{width // heads}", f"behind:{width}")
-    backend = dispatch.choose("project_gated", x, backend, features)
+    name = dispatch.choose("project_gated", x, backend, features)
     watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-    if backend == dispatch.REFERENCE or watched:
-        packed = (product or LateProduct(weight))(x, None if bias is None else bias.to(x.dtype))
-        return reference.gated_heads(packed, hidden, heads, gain, float(eps))
-    late = product if product is not None and product.taken else None
+    if name == dispatch.REFERENCE or watched:
+        packed = F.linear(x, weight, None if bias is None else bias.detach().to(x.dtype))
+        other = None if name == "hopper" else name
+        return gated_heads(packed, hidden, heads, gain, bias=bias, eps=eps, backend=other)
     gain, bias = dense(gain, bias)
-    return project(x, weight, gain, bias, hidden, heads, float(eps), backend, late, down)
+    return project(x, weight, gain, bias, hidden, heads, float(eps), name, backend, down)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_kernels import dispatch
-from gem_kernels.late import LateProduct
 from gem_kernels.project_gated import reference
 from gem_kernels.project_gated import triton as separate
 from gem_kernels.projections import gates
@@ -27,7 +26,7 @@ class GatedDown:
 
     Args:
         again: h is not kept for the gradient of W, but written again by the backward pass.
-        backend: as of `project_gated`, for this product's backward pass; None: what made h.
+        backend: as of `project_gated`, for this product's backward pass; None: as asked for there.
 
     Attributes:
         taken: whether the backward pass goes through the gate.
@@ -54,11 +53,16 @@ class GatedDown:
         if self._packed is None:
             raise ValueError("h must be that of the last project_gated(down=...), once; it has been multiplied already")
         (packed, up_bias, hidden), self._packed = self._packed, None
-        return _Down.apply(h, weight, told, other, bias, packed, up_bias, hidden, self)  # type: ignore[no-any-return]
+        features = (f"hidden:{hidden}", f"behind:{0 if told is None else told.shape[1]}")
+        name = dispatch.choose("project_gated", weight.t(), self.backend, features)
+        return _Down.apply(h, weight, told, other, bias, packed, up_bias, hidden, name, self)  # type: ignore[no-any-return]
 
-    def give(self, packed: Tensor, bias: Tensor | None, hidden: int) -> None:
-        """What h was made of: [gate || up || ..], and the projection's bias, whose gradient is wanted."""
+    def give(self, packed: Tensor, bias: Tensor | None, hidden: int, backend: str | None) -> None:
+        """What h was made of: [gate || up || ..], the projection's bias, whose gradient is wanted, and the backend that
+        was asked for.
+        """
         self.taken, self._packed = True, (packed, bias, hidden)
+        self.backend = self.backend or backend
 
     def leave(self, dpacked: Tensor, dbias: Tensor | None) -> None:
         """Gradients whose columns of gate and up are there."""
@@ -80,15 +84,14 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, hidden: int, heads: int,
-        eps: float, name: str, product: LateProduct | None, down: GatedDown | None,
+        eps: float, name: str, asked: str | None, down: GatedDown | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         forward = dispatch.module("project_gated", name).forward
         packed, h, q = forward(x, weight, bias, gain, hidden, heads, eps)
-        ctx.save_for_backward(None if product is not None else x, weight, gain, bias, packed)
-        ctx.rest, ctx.product, ctx.down = (hidden, heads, eps), product, down
+        ctx.save_for_backward(x, weight, gain, bias, packed)
+        ctx.rest, ctx.down = (hidden, heads, eps), down
         if down is not None:
-            down.backend = down.backend or name
-            down.give(packed, bias, hidden)
+            down.give(packed, bias, hidden, asked)
         return h, q
 
     @staticmethod
@@ -104,12 +107,7 @@ class _Project(torch.autograd.Function):
         else:
             dpacked, dbias = made
         dgain = separate.heads_backward(dq, packed, dpacked, gain, dbias, hidden, heads, eps)
-        if ctx.product is not None:
-            if ctx.needs_input_grad[1]:
-                ctx.product.leave(dpacked)
-            dweight = None
-        else:
-            dweight = dpacked.t() @ x if ctx.needs_input_grad[1] else None
+        dweight = dpacked.t() @ x if ctx.needs_input_grad[1] else None
         dx = dpacked @ weight if ctx.needs_input_grad[0] else None
         return dx, dweight, dgain, dbias, *(None,) * 6
 
@@ -123,7 +121,7 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, h: Tensor, weight: Tensor, told: Tensor | None, other: Tensor | None, bias: Tensor | None,
-        packed: Tensor, up_bias: Tensor | None, hidden: int, down: GatedDown,
+        packed: Tensor, up_bias: Tensor | None, hidden: int, name: str, down: GatedDown,
     ) -> Tensor:  # fmt: skip
         y = F.linear(h, weight, bias)
         both = weight
@@ -131,23 +129,23 @@ class _Down(torch.autograd.Function):
             torch.addmm(y, told, other.t(), out=y)
             both = torch.cat((weight, other), dim=1)
         ctx.save_for_backward(None if down.again else h, told, both, packed, up_bias)
-        ctx.hidden, ctx.down = hidden, down
+        ctx.hidden, ctx.name, ctx.down = hidden, name, down
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         h, told, both, packed, up_bias = ctx.saved_tensors
-        hidden, down = ctx.hidden, ctx.down
+        hidden = ctx.hidden
         dpacked, dbias = torch.empty_like(packed), _bias_gradient(up_bias)
-        backward = dispatch.module("project_gated", down.backend).backward
+        backward = dispatch.module("project_gated", ctx.name).backward
         front = None if dbias is None else dbias[: 2 * hidden]
         dtold, made = backward(dy.contiguous(), both, packed, dpacked, front, hidden, again=h is None)
-        down.leave(dpacked, dbias)
+        ctx.down.leave(dpacked, dbias)
         dweight = dy.t() @ (made if h is None else h) if ctx.needs_input_grad[1] else None
         dother = dy.t() @ told if ctx.needs_input_grad[3] else None
         if told is None:
             dtold = None
         # nobody reads the gradient of h: it has gone through the gate. Whoever else had read h would find it
         dh = dy.new_full((), float("nan")).expand(dy.shape[0], hidden)
-        return dh, dweight, dtold, dother, dy.sum(0) if ctx.needs_input_grad[4] else None, *(None,) * 4
+        return dh, dweight, dtold, dother, dy.sum(0) if ctx.needs_input_grad[4] else None, *(None,) * 5
