@@ -371,7 +371,7 @@ def test_mistakes_of_the_ladder_are_named(cache, tmp_path, capsys):
     file.write_text(to_toml(tiny_config(cache)))
     command = ["ladder", "--config", str(file), "--out", str(tmp_path / "x")]
     for more, says in (
-        (["--rung", "JFB"], "'JFB' is no rung; there are 'padded SDPA'"),
+        (["--rung", "JFB"], "'JFB' is no rung; did you mean 'JFA'? (there are: 'padded SDPA'"),
         (["--fill", "events"], "--fill events: expected SOURCE=LENGTH"),
     ):
         assert main([*command, *more]) == 2

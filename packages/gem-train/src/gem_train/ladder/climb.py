@@ -73,7 +73,7 @@ def check_names(names: Iterable[str], bench: str = "", rungs: tuple[Rung, ...] =
     known = [rung.name for rung in rungs]
     for name in (*names, *filter(None, [bench])):
         if name not in known:
-            raise ValueError(f"{name!r} is no rung{suggest(name, known)}; there are {', '.join(map(repr, known))}")
+            raise ValueError(f"{name!r} is no rung{suggest(name, known)} (there are: {', '.join(map(repr, known))})")
 
 
 def climb(

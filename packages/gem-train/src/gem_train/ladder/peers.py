@@ -33,7 +33,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from gem_kernels import block_attention, jagged, jagged_attention, layer_norm, most_recent, rope
+from gem_kernels import LateProduct, block_attention, jagged, jagged_attention, layer_norm, most_recent, rope
 from gem_kernels.gdpa.activations import ACTIVATIONS
 from gem_kernels.nn import PMA, LayerNorm, RMSNorm
 from gem_lowprec import low_precision_attention
@@ -235,9 +235,9 @@ class PeerFFN(PersonalisedFFN):
 
     operators: Operators
 
-    def _parts(self, packed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _parts(self, packed: Tensor, bias: Tensor | None, late: LateProduct | None) -> tuple[Tensor, Tensor]:
         if self.operators.parts == "kernel":
-            return super()._parts(packed, bias)
+            return super()._parts(packed, bias, late)
         gate, up, q = with_bias(packed, bias).split(self.splits, dim=1)
         q = q.unflatten(1, (self.heads, -1))
         return F.silu(gate) * up, self.norms.q(q) if self.personal else q
@@ -293,10 +293,11 @@ class PeerNorm(LayerNorm):
     def rows(
         self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None,
         offsets: Tensor | None = None, recent: int = 0, places: Tensor | None = None, others: Tensor | None = None,
+        product: LateProduct | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """As `LayerNorm.rows`."""
         if self.operators.norm != "torch":
-            return super().rows(x, residual, residual_bias, offsets, recent, places, others)
+            return super().rows(x, residual, residual_bias, offsets, recent, places, others, product)
         return plain_rows(self, x, residual, residual_bias, offsets, recent, places)
 
 
@@ -316,19 +317,20 @@ class PeerRms(RMSNorm):
     def rows(
         self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None,
         offsets: Tensor | None = None, recent: int = 0, places: Tensor | None = None, others: Tensor | None = None,
+        product: LateProduct | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """As `RMSNorm.rows`."""
         if self.operators.norm != "torch":
-            return super().rows(x, residual, residual_bias, offsets, recent, places, others)
+            return super().rows(x, residual, residual_bias, offsets, recent, places, others, product)
         return plain_rows(self, x, residual, residual_bias, offsets, recent, places)
 
     def rows_twice(
         self, x: Tensor, residual: Tensor, residual_bias: Tensor | None, offsets: Tensor, recent: int, places: Tensor,
-        others: Tensor, bare_eps: float,
+        others: Tensor, bare_eps: float, product: LateProduct | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """As `RMSNorm.rows_twice`."""
         if self.operators.norm != "torch":
-            return super().rows_twice(x, residual, residual_bias, offsets, recent, places, others, bare_eps)
+            return super().rows_twice(x, residual, residual_bias, offsets, recent, places, others, bare_eps, product)
         return *plain_rows(self, x, residual, residual_bias, offsets, recent, places), None
 
 
