@@ -195,3 +195,63 @@ def test_where_a_mode_looks_on_it_is_an_ordinary_product(device):
     assert not late.taken
     out.sum().backward()
     assert w.grad is not None
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("rows", "hidden", "heads", "dim"), [(9, 24, 2, 16), (30, 40, 3, 6), (5, 8, 2, 0), (0, 8, 1, 4)]
+)
+def test_a_gate_of_small_rows(rows, hidden, heads, dim, dtype, backend, late, device):
+    """Results as ever; gradients as those of gate and up rounded by hand, and of heads as ever."""
+    packed = normal(rows, 2 * hidden + heads * dim, seed=rows, dtype=dtype, device=device)
+    with torch.no_grad():
+        packed[:1] *= 1e-3
+        packed[1:2] *= 30
+        packed[2:3, : 2 * hidden] = 0
+    weight = normal(dim, seed=2, dtype=torch.float32, device=device) if dim else None
+    bias = normal(packed.shape[1], seed=3, dtype=torch.float32, device=device)
+    w = normal(OUT, hidden, seed=4, dtype=dtype, device=device)
+    product = LateProduct(w) if late else None
+
+    def make():
+        with poisoned():
+            h, q = gated_heads(
+                packed, hidden, heads, weight, bias=bias, eps=EPS, product=product, small=True, backend=backend
+            )
+        make.rows = {t.untyped_storage().data_ptr() for t in (packed, *([h] if late else ()))}
+        return [h @ w.t() if product is None else product(h), q], h
+
+    (got, h), kept = saved_bytes(make)
+    ordinary = gated_heads(packed, hidden, heads, weight, bias=bias, eps=EPS, backend=backend)
+    assert torch.equal(h, ordinary[0])
+    assert torch.equal(got[1], ordinary[1])
+    assert rows == 0 or not make.rows & {t.untyped_storage().data_ptr() for t in kept}
+    exact = packed.detach().double()
+    parts = exact[:, : 2 * hidden].view(rows, 2, hidden)
+    columns = gates._gate_tile(hidden, False).bn if backend == "triton" else hidden
+    sizes = [piece.abs().amax(-1, keepdim=True) for piece in parts.split(columns, dim=2)]
+    powers = [torch.exp2(7 - torch.floor(torch.log2(size.clamp(min=1e-30)))) for size in sizes]
+    rounded = [
+        (piece * power).to(torch.float8_e4m3fn).double() / power
+        for piece, power in zip(parts.split(columns, dim=2), powers, strict=True)
+    ]
+    wide = [
+        torch.cat((torch.cat(rounded, dim=2).view(rows, 2 * hidden), exact[:, 2 * hidden :]), dim=1).requires_grad_(),
+        *(t.detach().double().requires_grad_() for t in (bias, w, *([] if weight is None else [weight]))),
+    ]
+    gate, up, rest = (wide[0] + wide[1] - wide[1].detach()).split((hidden, hidden, heads * dim), dim=1)
+    q = rest.unflatten(1, (heads, dim))
+    if weight is not None:
+        q = q / (q.square().mean(-1, keepdim=True) + EPS).sqrt() * wide[3]
+    h_kept = gate / (1 + torch.exp(-gate)) * up if late else h.detach().double()
+    reads = (gate / (1 + torch.exp(-gate)) * up) @ wide[2].detach().t() + (h_kept.detach() @ wide[2].t())
+    leaves = [packed, bias, w] + ([] if weight is None else [weight])
+    probes = [normal(*a.shape, seed=50 + i, dtype=dtype, device=a.device).detach() for i, a in enumerate(got)]
+    with poisoned():
+        found = torch.autograd.grad(got, leaves, probes)
+    wanted = torch.autograd.grad([reads, q], wide, [p.double() for p in probes])
+    for leaf, a, b in zip(leaves, found, wanted, strict=True):
+        assert a.dtype == leaf.dtype
+        assert relative_error(a, b) < TOLERANCE[dtype]

@@ -278,6 +278,12 @@ def test_what_backward_kernels_write_is_not_kept(attention, seeds, bare, monkeyp
     torch.testing.assert_close(found, gradients)
     rows = 12 * 8 * (config.ff_hidden + config.width * (2 + bool(seeds)))  # of one layer
     assert kept <= whole - 2 * rows + (bare and bool(seeds)) * 12 * 8 * config.width
+    seen, found, less = run("fp8")
+    torch.testing.assert_close(seen, outs, rtol=0, atol=0)
+    far = torch.cat([(a - b).flatten() for a, b in zip(found, gradients, strict=True)])
+    assert 1e-5 < far.norm() / torch.cat([g.flatten() for g in gradients]).norm() < 0.05
+    packed = 12 * (8 * (2 * config.ff_hidden + config.width) - 2 * config.ff_hidden - 8 * config.heads - 2)
+    assert less <= kept - 2 * packed  # where numbers take eight bytes
 
 
 def test_only_plain_layers_have_late_products():

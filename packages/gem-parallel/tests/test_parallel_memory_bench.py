@@ -61,6 +61,7 @@ def test_rows_that_are_normed_again_may_be_rounded_otherwise():
     [
         ("none", None),
         ("inside alone", MemoryConfig(inside="exact", **SIZES)),
+        ("inside8 alone", MemoryConfig(inside="fp8", **SIZES)),
         ("fp8 alone", MemoryConfig(quantise="fp8", **SIZES)),
         ("regions 0.6 + inside", MemoryConfig(policy="regions", budget=0.6, inside="exact", **SIZES)),
         (

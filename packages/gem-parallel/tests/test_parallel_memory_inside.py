@@ -126,7 +126,7 @@ def test_where_nothing_can_it_is_said():
     assert regions.plan.seconds == 0
     with pytest.raises(ValueError, match="needs engine"):
         MemoryConfig(inside="exact", engine="operators")
-    with pytest.raises(ValueError, match="one of none, exact"):
+    with pytest.raises(ValueError, match="one of none, exact, fp8"):
         MemoryConfig(inside="all")
 
 

@@ -1,8 +1,10 @@
-"""Makes Triton's CPU interpreter right for bfloat16, so that kernels can be tested without a GPU.
+"""Makes Triton's CPU interpreter right for bfloat16 and E4M3, so that kernels can be tested without a GPU.
 
 The interpreter keeps bfloat16 as 16-bit integers. Its matrix product and arithmetic then work on the bit patterns,
-and its cast from float32 truncates where hardware rounds to nearest even. `install` routes these through float32. It
-changes the interpreter of this process only, once, and never compiled kernels. `handed_to` shows what it launches.
+and its cast from float32 truncates where hardware rounds to nearest even. `install` routes these through float32. To
+E4M3 it rounds without the carry into the exponent: casts from and to float32 are torch's instead, and saturate as the
+card's. It changes the interpreter of this process only, once, and never compiled kernels. `handed_to` shows what it
+launches.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ if TYPE_CHECKING:  # the interpreter itself needs NumPy; the kernels do not, so 
     import numpy.typing as npt
 
 Array: TypeAlias = "npt.NDArray[Any]"
+
+
+E4M3_MAX = 448.0
 
 
 def widen(bits: Array) -> Array:
@@ -56,6 +61,7 @@ def handed_to(take: Callable[..., Any]) -> Iterator[None]:
 def install() -> None:
     """Patch the interpreter; later calls do nothing."""
     import numpy as np
+    import torch
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
@@ -101,7 +107,21 @@ def install() -> None:
 
         return cast_impl
 
+    def between(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_fp_to_fp(self: Any, src: Any, target: Any, *rest: Any) -> Any:
+            kinds = (src.dtype.scalar, target.scalar)
+            data = np.ascontiguousarray(src.data)
+            if kinds == (tl.float32, tl.float8e4nv):
+                small = torch.from_numpy(data).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+                return handle(small.view(torch.uint8).numpy(), tl.float8e4nv)
+            if kinds == (tl.float8e4nv, tl.float32):
+                return handle(torch.from_numpy(data).view(torch.float8_e4m3fn).float().numpy(), tl.float32)
+            return original(self, src, target, *rest)
+
+        return create_fp_to_fp
+
     patch("create_dot", dot)
+    patch("create_fp_to_fp", between)
     patch("binary_op", elementwise)
     patch("unary_op", elementwise)
     patch("cast_impl", cast)

@@ -62,8 +62,9 @@ class Tower(nn.Module):
     A tower of another width than the model's has two projections: ``enter`` for X_sum, ``leave`` for S_sum.
 
     Attributes:
-        inside: what kernels of the backward pass write on their way instead of its being kept: "none", or "exact",
-            the operands of products (gem_kernels.LateProduct). May be set from outside at any time.
+        inside: what kernels of the backward pass write on their way instead of its being kept: "none"; "exact", the
+            operands of products (gem_kernels.LateProduct); "fp8", these, and gates are kept in E4M3, written by the
+            kernel that reads them. May be set from outside at any time.
     """
 
     inside: str

@@ -59,7 +59,7 @@ class PersonalisedFFN(nn.Module):
         """Tokens [T, d]; x_sum [B, n_sum, d]."""
         packed, bias, history = read(self.up, history)
         late = None if history.inside == "none" else late_product(self.down, packed)
-        hidden, q = self._parts(packed, bias, late)
+        hidden, q = self._parts(packed, bias, late, history.inside == "fp8")
         history.meet()  # X_sum, for which what precedes need not wait
         if not self.personal:
             return history.plus(*project(self.down, hidden, late))
@@ -75,10 +75,12 @@ class PersonalisedFFN(nn.Module):
             return self.mix(F.linear(x_sum, self.kv.weight), self.kv.bias).flatten(0, 1)  # type: ignore[no-any-return]
         return self.kv(self.mix(x_sum).flatten(0, 1))  # type: ignore[no-any-return]
 
-    def _parts(self, packed: Tensor, bias: Tensor | None, late: LateProduct | None) -> tuple[Tensor, Tensor]:
-        """SwiGLU's product [T, hidden], made for a `late` product with it, and the normed queries [T, H, D]."""
+    def _parts(
+        self, packed: Tensor, bias: Tensor | None, late: LateProduct | None = None, small: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """SwiGLU's product [T, hidden] and the normed queries [T, H, D]; `late`, `small`: see `gated_heads`."""
         weight = self.norms.weights[0] if self.personal else None
-        return gated_heads(packed, self.hidden, self.heads, weight, bias=bias, product=late)
+        return gated_heads(packed, self.hidden, self.heads, weight, bias=bias, product=late, small=small)
 
     def _personal(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Normed keys and the values, [B P, H, D], of their projections side by side."""

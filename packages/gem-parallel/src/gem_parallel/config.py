@@ -15,7 +15,7 @@ WINDOW_BARRIERS = ("streams", "kernels")
 MEMORY_POLICIES = ("keep", "full", "uniform", "regions")
 MEMORY_ENGINES = ("eager", "operators", "compile")
 MEMORY_QUANTISERS = ("none", "fp8", "mx4", "compiler")
-MEMORY_INSIDE = ("none", "exact")
+MEMORY_INSIDE = ("none", "exact", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,9 @@ class MemoryConfig:
         regions: patterns of the units that are regions.
         inside: what kernels of the backward pass write on their way instead of its being kept, where the model's
             modules can (those with an attribute `inside`): "none"; "exact": normed rows and gated products, which only
-            the gradients of weights read. A plan takes what it costs and spares into account.
+            the gradients of weights read; "fp8": these, and kernels of the forward pass write E4M3 of what they read,
+            which is kept in its place. Then gradients become approximate. A plan takes what it costs and spares into
+            account.
         quantise: "none"; "fp8": large floating-point tensors are stored as FP8 (or by the quantiser handed to
             `parallelize`) and dequantised for the operator that needs them; "mx4": the same in four bits (MXFP4); or,
             for compiled regions, "compiler": FP8 by torch's own pass, fused with what is around it, which knows no

@@ -28,6 +28,7 @@ def gated_heads(
     bias: Tensor | None = None,
     eps: float = 1e-6,
     product: LateProduct | None = None,
+    small: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The parts of [gate || up || q] = packed: SwiGLU's product, and heads of q, each divided by its root mean square::
@@ -44,6 +45,10 @@ def gated_heads(
         eps: added to the mean square, positive.
         product: the only one that reads h and needs it for its gradients: h is not kept for it, but written again by
             the backward pass of the gate.
+        small: packed is not kept for the backward pass: gate and up are in E4M3, a row of at most 512 columns with one
+            power of two (within 1/16 of each number, or 2^-17 of the row's largest), and what q was before its norm
+            follows from q, which whoever reads it keeps. Gradients are rounded accordingly; that of a head's weight
+            which is 0 is 0. Not where torch.compile or a dispatch mode looks on.
         backend: "reference" or "triton"; None lets `dispatch` choose.
 
     Returns:
@@ -63,13 +68,14 @@ def gated_heads(
         check_vector("weight", weight, width // heads)
     check_bias(bias, packed)
     name = dispatch.choose("projections", packed, backend, (f"head:{width // heads}",))
-    late = None if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None else product
-    if name == dispatch.REFERENCE and late is None:
+    watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    late, small = None if watched else product, small and not watched
+    if name == dispatch.REFERENCE and late is None and not small:
         return reference.gated_heads(reference.with_bias(packed, bias), hidden, heads, weight, float(eps))
     if late is not None:
         late.taken = True
     weight, bias = dense(weight, bias)
-    return _Gated.apply(  # type: ignore[no-any-return]
+    return (_GatedSmall if small else _Gated).apply(  # type: ignore[no-any-return]
         packed, weight, bias, hidden, heads, float(eps), name, late and late.weight, late
     )
 
@@ -128,6 +134,33 @@ class _Gated(torch.autograd.Function):
             backward = dispatch.module("projections", name).gated_backward
             dpacked, dweight, dbias = backward(dgated, dq, packed, weight, bias, *ctx.rest[:3], h)
             product = None if h is None else ctx.product.gradient(h)
+        dweight, dbias = None if weight is None else dweight, None if bias is None else dbias
+        return dpacked, dweight, dbias, *(None,) * 4, product, None
+
+
+class _GatedSmall(torch.autograd.Function):
+    """The same, with gate and up kept in E4M3, and q as it was made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, weight: Tensor | None, bias: Tensor | None, hidden: int, heads: int, eps: float,
+        name: str, _weight: Tensor | None = None, product: LateProduct | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.rest, ctx.product = (hidden, heads, eps, name), product
+        h, q, small, scales = dispatch.module("projections", name).gated_small(packed, weight, hidden, heads, eps)
+        ctx.save_for_backward(q, *small, scales, weight, bias)
+        return h, q
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dgated: Tensor, dq: Tensor) -> tuple[Any, ...]:
+        q, data, powers, scales, weight, bias = ctx.saved_tensors
+        *rest, name = ctx.rest
+        waits = ctx.product is not None and ctx.product.waits
+        h = q.new_empty(q.shape[0], rest[0]) if waits else None
+        backward = dispatch.module("projections", name).gated_small_backward
+        dpacked, dweight, dbias = backward(dgated, dq, q, (data, powers), scales, weight, bias, *rest, h)
+        product = None if h is None else ctx.product.gradient(h)
         dweight, dbias = None if weight is None else dweight, None if bias is None else dbias
         return dpacked, dweight, dbias, *(None,) * 4, product, None
 

@@ -18,12 +18,34 @@ from gem_kernels.tiling import CompileCase, Tile, launch, rows_of, signature
 COLUMNS = 512  # of a tile of gate and up
 ELEMENTS = 2048  # of a tile
 PARTS = norms.PARTS
+Small = tuple[Tensor, Tensor]  # gate and up [T, 2 hidden] in E4M3, and the powers of two of their parts, int8
+
+
+@triton.jit
+def _shrink(x, small_ptr, powers_ptr, at, where, mask, inside):
+    """Rows [BM, BN] of float32 in E4M3, with a power of two each that brings the largest to 128 or a little more."""
+    largest = tl.max(tl.abs(x), axis=1)
+    power = tl.minimum(tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -100), 127)
+    factor = ((134 - power) << 23).to(tl.float32, bitcast=True)  # 2^(7 - power)
+    tl.store(small_ptr + at, (x * factor[:, None]).to(tl.float8e4nv), mask=mask)
+    tl.store(powers_ptr + where, power.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def _grow(small_ptr, powers_ptr, at, where, mask, inside):
+    """The rows again, in float32."""
+    power = tl.load(powers_ptr + where, mask=inside, other=0).to(tl.int32)
+    factor = ((power + 120) << 23).to(tl.float32, bitcast=True)
+    return tl.load(small_ptr + at, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
 
 
 @triton.jit
 def _gate_kernel(
-    packed_ptr, h_ptr, packed_row, rows, HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    packed_ptr, h_ptr, packed_row, rows, HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    small_ptr=None, powers_ptr=None,
 ):  # fmt: skip
+    """With `small_ptr` [rows, 2 HIDDEN] and `powers_ptr` [rows, 2 CHUNKS], gate and up are written there in E4M3."""
+    SMALL: tl.constexpr = small_ptr is not None
     program = tl.program_id(0)
     row = (program // CHUNKS).to(tl.int64) * BM + tl.arange(0, BM)
     column = program % CHUNKS * BN + tl.arange(0, BN)
@@ -33,16 +55,22 @@ def _gate_kernel(
     up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
     h = gate * tl.sigmoid(gate) * up
     tl.store(h_ptr + row[:, None] * HIDDEN + column[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
+    if SMALL:
+        at = row[:, None] * (2 * HIDDEN) + column[None, :]
+        where = row * (2 * CHUNKS) + program % CHUNKS
+        _shrink(gate, small_ptr, powers_ptr, at, where, mask, row < rows)
+        _shrink(up, small_ptr + HIDDEN, powers_ptr + CHUNKS, at, where, mask, row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _gate_backward_kernel(
     packed_ptr, dh_ptr, dpacked_ptr, parts_f32, packed_row, dh_row, dpacked_row, rows, tiles,
     HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
-    STAGES: tl.constexpr, h_ptr=None,
+    STAGES: tl.constexpr, h_ptr=None, powers_ptr=None,
 ):  # fmt: skip
-    """With `h_ptr` the product of gate and up again."""
+    """With `h_ptr` the product of gate and up again. With `powers_ptr`, packed are the forward kernel's E4M3 rows."""
     AGAIN: tl.constexpr = h_ptr is not None
+    SMALL: tl.constexpr = powers_ptr is not None
     part = (tl.program_id(0) // CHUNKS).to(tl.int64)
     column = tl.program_id(0) % CHUNKS * BN + tl.arange(0, BN)
     inside = column < HIDDEN
@@ -53,8 +81,13 @@ def _gate_backward_kernel(
         row = (i * (tl.num_programs(0) // CHUNKS).to(tl.int64) + part) * BM + tl.arange(0, BM)
         mask = (row < rows)[:, None] & inside[None, :]
         at = row[:, None] * packed_row + column[None, :]
-        gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
+        if SMALL:
+            where = row * (2 * CHUNKS) + tl.program_id(0) % CHUNKS
+            gate = _grow(packed_ptr, powers_ptr, at, where, mask, row < rows)
+            up = _grow(packed_ptr + HIDDEN, powers_ptr + CHUNKS, at, where, mask, row < rows)
+        else:
+            gate = tl.load(packed_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(packed_ptr + HIDDEN + at, mask=mask, other=0.0).to(tl.float32)
         dh = tl.load(dh_ptr + row[:, None] * dh_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
         open_ = tl.sigmoid(gate)
         dup = dh * gate * open_
@@ -146,25 +179,34 @@ def empty_like(vector: Tensor | None, packed: Tensor) -> Tensor:
     return packed.new_empty(0) if vector is None else torch.empty_like(vector)
 
 
-def swiglu(packed: Tensor, hidden: int) -> Tensor:
-    """silu(gate) * up [T, hidden] of rows that begin with [gate || up]."""
+def swiglu(packed: Tensor, hidden: int, small: Small | None = None) -> Tensor:
+    """silu(gate) * up [T, hidden] of rows that begin with [gate || up], which are written to `small`, too, if given."""
     rows = packed.shape[0]
+    data, powers = (None, None) if small is None else small
     h = torch.empty(rows, hidden, dtype=packed.dtype, device=packed.device)
     t = _gate_tile(hidden, False)
     chunks = triton.cdiv(hidden, t.bn)
     launch(
         _gate_kernel, triton.cdiv(rows, t.bm) * chunks, packed.device, t, packed, h, packed.stride(0), rows,
-        HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn,
+        HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn, small_ptr=data, powers_ptr=powers,
     )  # fmt: skip
     return h
 
 
+def small_gates(rows: int, hidden: int, device: torch.device) -> Small:
+    """Memory for `swiglu` to write gate and up to."""
+    chunks = triton.cdiv(hidden, _gate_tile(hidden, False).bn)
+    data = torch.empty(rows, 2 * hidden, dtype=torch.float8_e4m3fn, device=device)
+    return data, torch.empty(rows, 2 * chunks, dtype=torch.int8, device=device)
+
+
 def swiglu_backward(
-    dh: Tensor, packed: Tensor, dpacked: Tensor, dbias: Tensor | None, hidden: int, again: Tensor | None = None
+    dh: Tensor, packed: Tensor | Small, dpacked: Tensor, dbias: Tensor | None, hidden: int, again: Tensor | None = None
 ) -> None:
     """Writes the gradients of gate and up into dpacked, their columns' sums into dbias [2 hidden], and what `swiglu`
     made into `again` [T, hidden], if given.
     """
+    packed, powers = packed if isinstance(packed, tuple) else (packed, None)
     rows, t = packed.shape[0], _gate_tile(hidden, True)
     chunks = triton.cdiv(hidden, t.bn)
     parts, each = shares(rows, t.bm)
@@ -173,7 +215,7 @@ def swiglu_backward(
         _gate_backward_kernel, parts * chunks, packed.device, t,
         packed, dh, dpacked, sums, packed.stride(0), dh.stride(0), dpacked.stride(0), rows, each,
         HIDDEN=hidden, CHUNKS=chunks, BM=t.bm, BN=t.bn, BIAS=dbias is not None, STAGES=t.stages,
-        h_ptr=again,
+        h_ptr=again, powers_ptr=powers,
     )  # fmt: skip
     if dbias is not None:
         sum_up(sums, parts, dbias)
@@ -225,9 +267,18 @@ def compile_cases() -> list[CompileCase]:
                 "CHUNKS": triton.cdiv(columns, t.bn), "BM": t.bm, "BN": t.bn,
             }  # fmt: skip
             constants |= {"BIAS": True, "STAGES": t.stages} if backward else {}
-            without: list[dict[str, object]] = [{"h_ptr": None}, {}] if name == "gate backward" else [{}]
-            for nothing, note in zip(without, ("", " again"), strict=False):
+            none: dict[str, object] = {}
+            without = [none]
+            if name == "gate":
+                without = [{"small_ptr": None, "powers_ptr": None}, none]
+            elif name == "gate backward":
+                without = [{"h_ptr": None, "powers_ptr": None}, {"powers_ptr": None}, none]
+            notes = ("", " again", " again from small") if backward else ("", " and small")
+            for nothing, note in zip(without, notes, strict=False):
                 types, divisible = signature(kernel, "bf16", constants | nothing)
+                if note.endswith("small"):
+                    types["packed_ptr" if backward else "small_ptr"] = "*fp8e4nv"
+                    types["powers_ptr"] = "*i8"
                 title = f"projections {name}{note} bf16 c{columns}"
                 cases.append(CompileCase(title, kernel, types, constants | nothing, t, divisible))
     return cases

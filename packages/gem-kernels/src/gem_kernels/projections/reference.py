@@ -52,6 +52,63 @@ def gated(packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: f
     return gated_heads(packed, hidden, heads, weight, eps)
 
 
+Small = tuple[Tensor, Tensor]
+
+
+def shrunk(x: Tensor) -> Small:
+    """[T, C] in E4M3 with a power of two for each row, [T, 1] int8, that brings the largest to 128 or a little more."""
+    largest = x.detach().abs().amax(1, keepdim=True) if x.shape[1] else x.new_zeros(x.shape[0], 1)
+    power = (torch.frexp(largest).exponent - 1).clamp(-100, 120)
+    return torch.ldexp(x.detach(), 7 - power).to(torch.float8_e4m3fn), power.to(torch.int8)
+
+
+def grown(small: Small, dtype: torch.dtype) -> Tensor:
+    """The rows again."""
+    data, power = small
+    return torch.ldexp(data.to(dtype), power.int() - 7)
+
+
+def gated_small(
+    packed: Tensor, weight: Tensor | None, hidden: int, heads: int, eps: float
+) -> tuple[Tensor, Tensor, Small, Tensor | None]:  # fmt: skip
+    """As the kernels' of this name: h, q, gate and up in E4M3, and what multiplies the heads."""
+    h, q = gated_heads(packed, hidden, heads, weight, eps)
+    work = torch.promote_types(packed.dtype, torch.float32)
+    small = tuple(
+        torch.cat(pair, 1) for pair in zip(*map(shrunk, packed[:, : 2 * hidden].split(hidden, 1)), strict=True)
+    )
+    if weight is None:
+        return h, q.clone(), small, None  # type: ignore[return-value]
+    rest = packed[:, 2 * hidden :].unflatten(1, (heads, -1)).to(work)
+    return h, q, small, (rest.square().mean(-1) + eps).rsqrt()  # type: ignore[return-value]
+
+
+def gated_small_backward(
+    dgated: Tensor, dq: Tensor, q: Tensor, small: Small, scales: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, hidden: int, heads: int, eps: float, again: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As the kernels' of this name."""
+    work = torch.promote_types(q.dtype, torch.float32)
+    data, powers = small
+    parts = [grown((d, p), work) for d, p in zip(data.split(hidden, 1), powers.split(1, 1), strict=True)]
+    with torch.enable_grad():
+        gate, up = (part.requires_grad_() for part in parts)
+        h = F.silu(gate) * up
+    dgates = torch.autograd.grad(h, (gate, up), dgated.to(work))
+    d, dweight = dq.to(work), q.new_empty(0)
+    if weight is not None and scales is not None:
+        wide = weight.to(work)
+        normal = torch.where(wide == 0, 0, q.to(work) / torch.where(wide == 0, 1, wide))
+        dweight = (d * normal).sum((0, 1)).to(weight.dtype)
+        d = d * wide
+        d = (d - normal * (d * normal).mean(-1, keepdim=True)) * scales[..., None]
+    if again is not None:
+        again.copy_(h.detach())
+    dpacked = torch.cat((*dgates, d.flatten(1)), dim=1).to(q.dtype)
+    dbias = q.new_empty(0) if bias is None else dpacked.sum(0, dtype=bias.dtype)
+    return dpacked, dweight, dbias
+
+
 def heads(packed: Tensor, weight: Tensor | None, heads: int, eps: float) -> Tensor:
     """As the kernels' of this name."""
     return normed(packed.unflatten(1, (heads, packed.shape[1] // heads)), weight, eps)

@@ -35,6 +35,7 @@ from gem_parallel.memory.regions import MEASURED_STEPS, Regions
 
 FP8_TOLERANCE = 0.05
 MX4_TOLERANCE = 0.25
+INSIDE = {"inside": "exact", "inside8": "fp8"}  # of MemoryConfig, in the names of variants
 INSIDE_TOLERANCE = 1e-4  # a row that is normed once more in another pass may be rounded otherwise here and there
 REGION = 2.0  # times a tolerance, of the parameters of one region
 WARM_UP = 1  # step, which compiles kernels where they are new and makes the allocator's pools
@@ -80,14 +81,15 @@ def variants(budgets: list[float], engine: str) -> list[str]:
         *(f"regions {budget:g} + fp8" for budget in budgets),
         "full + fp8",
         "inside alone",
-        *(f"regions {budget:g} + inside" for budget in budgets),
+        "inside8 alone",
+        *(f"regions {budget:g} + {inside}" for inside in INSIDE for budget in budgets),
         "offload",
     ]
 
 
 def config_of(name: str, min_kib: float = 1024.0) -> MemoryConfig | None:
-    """ "[engine: ]none | full | (fp8 | mx4 | inside) alone | offload | (uniform | regions) (0.5 | 80GiB)", and
-    " + fp8", " + mx4" and " + inside" behind it.
+    """ "[engine: ]none | full | (fp8 | mx4 | inside | inside8) alone | offload | (uniform | regions) (0.5 | 80GiB)",
+    and " + fp8", " + mx4", " + inside" and " + inside8" (MemoryConfig.inside = "fp8") behind it.
 
     Raises:
         SystemExit: something else.
@@ -101,7 +103,7 @@ def config_of(name: str, min_kib: float = 1024.0) -> MemoryConfig | None:
     if engine:
         more["engine"] = engine
     for what in added:
-        more |= {"inside": "exact"} if what == "inside" else {"quantise": what}
+        more |= {"inside": INSIDE[what]} if what in INSIDE else {"quantise": what}
     try:
         if rest == "none":
             return MemoryConfig(**more) if engine else None
@@ -306,7 +308,7 @@ def errors(
 
 def right(row: dict[str, Any], config: MemoryConfig | None, noise: tuple[float, float]) -> bool:
     """Whether a row's gradients are as near as they have to be, `noise` being how much two unchecked runs differ."""
-    exact = config is None or (config.quantise == "none" and config.engine != "compile")
+    exact = config is None or (config.quantise == "none" and config.engine != "compile" and config.inside != "fp8")
     near = MX4_TOLERANCE if config is not None and config.quantise == "mx4" else FP8_TOLERANCE
     again = INSIDE_TOLERANCE if config is not None and config.inside == "exact" else 0.0
     limits = (max(2 * noise[0], again), max(2 * noise[1], REGION * again)) if exact else (near, REGION * near)
