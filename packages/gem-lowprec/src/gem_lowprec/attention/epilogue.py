@@ -7,6 +7,7 @@ sectors; rows stay in their warp.
 
 from __future__ import annotations
 
+from gem_kernels.hopper.records import apart
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -23,9 +24,10 @@ def largest(x):
 
 
 @gluon.jit
-def store_rows(x, to_ptr, stride, row, rows, buf=None):
+def store_rows(x, to_ptr, stride, row, rows, buf=None, NEAR: gl.constexpr = False):
     """x [64, 128] as E4M3 to `to_ptr` + row.. times `stride`, the first `rows` rows of it. `buf`: shared memory for
-    [64, 128] bytes, where the compiler is to take none of its own.
+    [64, 128] bytes, where the compiler is to take none of its own. NEAR: addresses are made here, see
+    `gem_kernels.hopper.records.apart`.
     """
     R: gl.constexpr = gl.BlockedLayout([4, 16], [4, 8], [4, 1], [1, 0])
     data = x.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
@@ -35,18 +37,23 @@ def store_rows(x, to_ptr, stride, row, rows, buf=None):
         buf.store(data)
         data = buf.load(R)
     r = gl.arange(0, ROWS, gl.SliceLayout(1, R))
+    if NEAR:
+        r = apart(r)
     c = gl.arange(0, DIM, gl.SliceLayout(0, R))
     gl.store(to_ptr + ((row + r).to(gl.int64) * stride)[:, None] + c[None, :], data, mask=(r < rows)[:, None])
 
 
 @gluon.jit
 def store_scaled_rows(
-    x, to_ptr, stride, scale_ptr, scale_stride, row, rows, THRESHOLD: gl.constexpr, EMAX: gl.constexpr, buf=None
+    x, to_ptr, stride, scale_ptr, scale_stride, row, rows, THRESHOLD: gl.constexpr, EMAX: gl.constexpr, buf=None,
+    NEAR: gl.constexpr = False,
 ):  # fmt: skip
     """Each row of x [64, 128] with a scale of its own; scales go to `scale_ptr` + row.. times `scale_stride`."""
     scale, inverse = _powers(gl.reduce(gl.abs(x), 1, _larger), THRESHOLD, EMAX)
-    store_rows(x * inverse[:, None], to_ptr, stride, row, rows, buf)
+    store_rows(x * inverse[:, None], to_ptr, stride, row, rows, buf, NEAR)
     r = gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
+    if NEAR:
+        r = apart(r)
     gl.store(scale_ptr + (row + r).to(gl.int64) * scale_stride, scale, mask=r < rows)
 
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from gem_lowprec.attention.epilogue import store_scaled_rows
-from gem_lowprec.attention.steps import KEYS, SHIFT, step_in_halves, step_of, steps_of
+from gem_lowprec.attention.steps import KEYS, ROOM, SHIFT, step_in_halves, step_of, steps_of
 
 
 @gluon.jit
@@ -169,16 +169,15 @@ def _inverse(total, m):
 
 @gluon.jit
 def _finish(
-    acc, m, total, out, buf, out_row, rows, head, D: gl.constexpr, OL: gl.constexpr, NEAR: gl.constexpr
+    acc, m, total, out, buf, out_row, rows, head,
+    D: gl.constexpr, OL: gl.constexpr, NEAR: gl.constexpr, UP: gl.constexpr,
 ):  # fmt: skip
     """O and LSE of one block; a whole block goes out by TMA, a sequence's last by masked stores."""
     o_desc, o_ptr, lse_ptr, heads = out
-    inverse, total = _inverse(total, m)
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
     tma.store_wait(0)
     store_block(acc, o_desc, o_ptr, buf, out_row, rows, head, heads, D, D, NEAR)
     r = _here(gl.arange(0, BLOCK, m.type.layout), NEAR)
-    lse = (m + _log2(total, NEAR) - SHIFT) * 0.6931471805599453
+    lse = (m + _log2(total, NEAR) - UP) * 0.6931471805599453
     gl.store(lse_ptr + (out_row + r).to(gl.int64) * heads + head, lse, mask=r < rows)
 
 
@@ -197,7 +196,8 @@ def _no_keys(out, out_row, rows, head, D: gl.constexpr, OL: gl.constexpr, NEAR: 
 
 @gluon.jit
 def _quantised(
-    acc, out, eighths, buf, out_row, rows, head, D: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr
+    acc, out, eighths, buf, out_row, rows, head,
+    D: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """One block of O in E4M3, of the values that O has in its own dtype, with a scale for each row and head."""
     _o_desc, o_ptr, _lse_ptr, heads = out
@@ -207,7 +207,7 @@ def _quantised(
     BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tma.store_wait(0)  # of the O before, from the same memory
     bytes_ = buf._reinterpret(gl.uint8, [BLOCK, D], BYTES)
-    store_scaled_rows(y, data_ptr + head * D, heads * D, to, 1, out_row, rows, THRESHOLD, EMAX, bytes_)
+    store_scaled_rows(y, data_ptr + head * D, heads * D, to, 1, out_row, rows, THRESHOLD, EMAX, bytes_, NEAR)
 
 
 @gluon.jit
@@ -216,6 +216,7 @@ def _consume(
     KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr, ALSO: gl.constexpr,
     THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
     NEAR: gl.constexpr, TOLD: gl.constexpr, REST: gl.constexpr, HALVES: gl.constexpr, LEAN: gl.constexpr,
+    LAZY: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile; the tiles' first blocks go round, so that none is idle for long where they have few."""
     scale, scales, out, eighths, records, buffers, q_barriers, barriers = shared
@@ -226,6 +227,7 @@ def _consume(
     heads = out[3]
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, OL)
+    UP: gl.constexpr = SHIFT - ROOM if LAZY else SHIFT  # P is at most 2^UP where a row's maximum is up to date
     RL: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     step = 0
     tile = 0
@@ -271,7 +273,7 @@ def _consume(
                     acc, m, total, row_scale = step_of(
                         q, k, v, acc, m, total, row_scale, sk, lv, (told, q_told, w), i == 0, scale, step + i,
                         wholes * KEYS + (shorts - 1 - i) * BLOCK, k_len, barriers, BLOCK, KS, OL, True, TOLD, REST,
-                        LEAN,
+                        LEAN, UP,
                     )  # fmt: skip
                 q = q_buf.index(_here(slot, NEAR)).reshape([BLOCK, D])
                 if HALVES:
@@ -280,7 +282,7 @@ def _consume(
                         acc, m, total, row_scale = step_in_halves(
                             q, k, v_buf, acc, m, total, row_scale, (told, q_told, w),
                             (i == 0) & (shorts == 0), scale, step + shorts + i, (wholes - 1 - i) * KEYS, k_len,
-                            barriers, KS, OL, LEAN,
+                            barriers, KS, OL, LEAN, LAZY, UP,
                         )  # fmt: skip
                 else:
                     if not TOLD:
@@ -300,17 +302,17 @@ def _consume(
                             q, k_buf.index(s).reshape([KEYS, D]), v_buf.index(s), acc, m, total, row_scale, sk, lv,
                             (told, q_told, w), (i == 0) & (shorts == 0), scale, step + shorts + i,
                             (wholes - 1 - i) * KEYS if REST else 0, k_len, barriers, KEYS, KS,
-                            OL, False, TOLD, REST, LEAN,
+                            OL, False, TOLD, REST, LEAN, UP,
                         )  # fmt: skip
                         if not TOLD:
                             sk = sk_after
                             lv = lv_after
                 mbarrier.arrive(q_empty.index(slot), count=1)
+                inverse, total = _inverse(total, m)
+                acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
                 if ALSO:
-                    inverse, _total = _inverse(total, m)
-                    whole = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
-                    _quantised(whole, out, eighths, o_buf.index(W), out_row, mine, head, D, THRESHOLD, EMAX)
-                _finish(acc, m, total, out, o_buf.index(W), out_row, mine, head, D, OL, NEAR)
+                    _quantised(acc, out, eighths, o_buf.index(W), out_row, mine, head, D, THRESHOLD, EMAX, NEAR)
+                _finish(acc, m, total, out, o_buf.index(W), out_row, mine, head, D, OL, NEAR, UP)
             else:
                 mbarrier.wait(q_full.index(slot), (tile // QS) & 1)
                 mbarrier.arrive(q_empty.index(slot), count=1)
@@ -318,7 +320,7 @@ def _consume(
                     _no_keys(out, out_row, mine, head, D, OL, NEAR)
                     if ALSO:
                         nothing = gl.zeros([BLOCK, D], gl.float32, OL)
-                        _quantised(nothing, out, eighths, o_buf.index(W), out_row, mine, head, D, THRESHOLD, EMAX)
+                        _quantised(nothing, out, eighths, o_buf.index(W), out_row, mine, head, D, THRESHOLD, EMAX, NEAR)
                 pass_steps(step, shorts + wholes, barriers, KS, LEAN)
             step += shorts + wholes
             w = (w + 2 * NC - gl.cdiv(rows, BLOCK)) % NC
@@ -333,6 +335,7 @@ def forward_kernel(
     D: gl.constexpr, NC: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr,
     REGS: gl.constexpr, LOADER_REGS: gl.constexpr, ALSO: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
     NEAR: gl.constexpr, TOLD: gl.constexpr, REST: gl.constexpr, HALVES: gl.constexpr, LEAN: gl.constexpr,
+    LAZY: gl.constexpr,
 ):  # fmt: skip
     """O and LSE. Q [T, H, D] and K [T, Hkv, D] in E4M3, V^T [blocks, Hkv, D, 128] (keys of 16 permuted), the scales of
     Q [T, H], of K and log2 of those of V [blocks, Hkv, 2]; `scale` holds log2(e) as a factor.
@@ -390,11 +393,11 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX,
-                            NEAR, TOLD, REST, HALVES, LEAN)),
+                            NEAR, TOLD, REST, HALVES, LEAN, LAZY)),
                 (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX,
-                            NEAR, TOLD, REST, HALVES, LEAN)),
+                            NEAR, TOLD, REST, HALVES, LEAN, LAZY)),
                 (_consume, (2, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX,
-                            NEAR, TOLD, REST, HALVES, LEAN)),
+                            NEAR, TOLD, REST, HALVES, LEAN, LAZY)),
                 (_load_queries, (queries, records, q_buf, q_full, q_empty, NC, QS)),
                 (_load_keys, (keys, told_of, records, (k_buf, v_buf, told, q_told), barriers, KS, GROUP, D, NC,
                               TOLD, REST, HALVES, LEAN)),
@@ -406,9 +409,9 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX,
-                            NEAR, TOLD, REST, HALVES, LEAN)),
+                            NEAR, TOLD, REST, HALVES, LEAN, LAZY)),
                 (_consume, (1, shared, SK, SV, D, NC, KS, QS, GROUP, ALSO, THRESHOLD, EMAX,
-                            NEAR, TOLD, REST, HALVES, LEAN)),
+                            NEAR, TOLD, REST, HALVES, LEAN, LAZY)),
                 (_load_queries, (queries, records, q_buf, q_full, q_empty, NC, QS)),
                 (_load_keys, (keys, told_of, records, (k_buf, v_buf, told, q_told), barriers, KS, GROUP, D, NC,
                               TOLD, REST, HALVES, LEAN)),

@@ -25,7 +25,7 @@ class Config:
 
     near: what the ends of tiles need is made there, not before all loops. told: a loader brings all scales. rest: what
     does not fill a whole step is one step. halves: the second product is two, of 64 keys each; it takes told and rest.
-    lean: K and V come and go together.
+    lean: K and V come and go together. lazy: O is scaled anew only where a maximum has risen much.
     """
 
     consumers: int = 3
@@ -35,6 +35,7 @@ class Config:
     rest: bool = False
     halves: bool = False
     lean: bool = False
+    lazy: bool = False
 
     @property
     def shape(self) -> TileShape:
@@ -49,6 +50,7 @@ class Config:
             "REGS": 160 if self.consumers == 3 else 240, "LOADER_REGS": 32,
             "ALSO": also, "THRESHOLD": powers["THRESHOLD"], "EMAX": powers["EMAX"],
             "NEAR": self.near, "TOLD": self.told, "REST": self.rest, "HALVES": self.halves, "LEAN": self.lean,
+            "LAZY": self.lazy,
         }  # fmt: skip
 
 
@@ -59,6 +61,8 @@ CONFIGS = {
     "rest": Config(near=True, told=True, rest=True),
     "halves": Config(near=True, told=True, rest=True, halves=True),
     "halves-lean": Config(near=True, told=True, rest=True, halves=True, lean=True),
+    "halves-lean-lazy": Config(near=True, told=True, rest=True, halves=True, lean=True, lazy=True),
+    "halves-lean-lazy-3": Config(stages=3, near=True, told=True, rest=True, halves=True, lean=True, lazy=True),
     "lean": Config(near=True, told=True, rest=True, lean=True),
 }
 
@@ -131,8 +135,10 @@ def compile_cases() -> list[CompileCase]:
         pointers = {"o_ptr": "*bf16", "lse_ptr": "*fp32", "q_scale_ptr": "*fp32", "kv_scale_ptr": "*fp32"}
         pointers |= dict.fromkeys(("tiles_ptr", "count_ptr", "cursor_ptr"), "*i32")
         pointers |= {"o8_ptr": "*u8", "o8_scale_ptr": "*fp32"}
-        both = Config().constants(dim, 1, also=True)
-        whole = (("rows", forward_kernel, descriptors | pointers | {"scale": "fp32"}, both),)
+        whole = tuple(
+            (f"rows {name}", forward_kernel, descriptors | pointers | {"scale": "fp32"},
+             config.constants(dim, 1, also=True)) for name, config in CONFIGS.items()
+        )  # fmt: skip
         small = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
         small |= dict.fromkeys(("q_offsets", "k_offsets"), "*i64") | {"qs_ptr": "*fp32", "kvs_ptr": "*fp32"}
         small |= dict.fromkeys(("qd_ptr", "kd_ptr", "vd_ptr"), "*u8")
@@ -146,7 +152,7 @@ def compile_cases() -> list[CompileCase]:
                 )
                 for name, config in CONFIGS.items()
             ),
-            *whole[: dim == BLOCK],
+            *(whole if dim == BLOCK else ()),
             ("operands", quantise_kernel, small, operand_constants(dim)),
             ("operands back", dequantise_kernel, small, {"D": dim}),
         ):
@@ -171,9 +177,11 @@ def forward(
     return _forward(operands.q, operands, scale, config or Config(), tiles, False)[:2]
 
 
-def forward_with_rows(operands: Operands, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward_with_rows(
+    operands: Operands, scale: float, *, config: Config | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `forward`, and O once more in E4M3 for a projection of it: bytes [Tq, H D] and their scales [H, pitch]
     float32, one for each row and head, as `block_gemm.block_matmul` loads them. D must be 128, the block of a scale.
     """
     assert operands.q.shape[2] == BLOCK
-    return _forward(operands.q, operands, scale, Config(), None, True)
+    return _forward(operands.q, operands, scale, config or Config(), None, True)

@@ -10,6 +10,25 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 KEYS = gl.constexpr(128)  # keys that share the scales of K and V, a whole step
 SHIFT = gl.constexpr(8.0)  # P is at most 2^8, E4M3 goes to 448
+ROOM = gl.constexpr(3.0)  # LAZY: how far a row's maximum may rise, in powers of two, before O is scaled anew
+
+
+def _where_needed(n: int) -> str:
+    """n numbers of a thread times as many factors, of which two rows' are the 0th and the 2nd; nothing, if those of all
+    threads of the warp are 1.
+    """
+    lines = [f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)]
+    return (
+        "{\n.reg .pred one, any;\n"
+        f"setp.neu.f32 one, ${2 * n}, 0f3F800000;\nsetp.neu.or.f32 any, ${2 * n + 2}, 0f3F800000, one;\n"
+        "vote.sync.any.pred one, any, 0xffffffff;\n@!one bra done;\n" + "\n".join(lines) + "\ndone:\n}"
+    )
+
+
+RESCALE = {d: gl.constexpr(_where_needed(d // 2)) for d in (64, 128)}
+RESCALE_128, RESCALE_64 = RESCALE[128], RESCALE[64]
+TIED_128 = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 64))
+TIED_64 = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
 
 
 @gluon.jit
@@ -47,7 +66,7 @@ def pair(x, L: gl.constexpr):
 
 @gluon.jit
 def _weights(
-    s, acc, m, total, row_scale, sk, lv, N: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr
+    s, acc, m, total, row_scale, sk, lv, N: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, UP: gl.constexpr
 ):  # fmt: skip
     """One step of the online softmax: P as the next product's operand, O so far (rescaled), maximum and sum.
 
@@ -56,7 +75,7 @@ def _weights(
     c = row_scale * sk
     most = gl.convert_layout(gl.max(s, 1), m.type.layout) * c + lv
     m_new = gl.maximum(m, gl.ceil(most))
-    shift = m_new - (lv + SHIFT)
+    shift = m_new - (lv + UP)
     of: gl.constexpr = gl.SliceLayout(1, SL)
     p = gl.exp2(s * gl.convert_layout(c, of)[:, None] - gl.convert_layout(shift, of)[:, None])
     alpha = gl.exp2(m - m_new)
@@ -90,7 +109,7 @@ def _seen(S, key, k_len, N: gl.constexpr, SL: gl.constexpr):
 def step_of(
     q, k, v, acc, m, total, row_scale, sk, lv, told, first, scale, step, key, k_len, barriers,
     N: gl.constexpr, KS: gl.constexpr, OL: gl.constexpr, EDGE: gl.constexpr, TOLD: gl.constexpr, REST: gl.constexpr,
-    LEAN: gl.constexpr,
+    LEAN: gl.constexpr, UP: gl.constexpr,
 ):  # fmt: skip
     """N keys, one product after the other. EDGE: some of them may lie behind the sequence's end; with REST that is
     looked at. LEAN: K and V come and go together, by `k_full` and `k_empty`.
@@ -111,7 +130,7 @@ def step_of(
             S = _seen(S, key, k_len, N, SL)
     elif EDGE:
         S = _seen(S, key, k_len, N, SL)
-    p, acc, m, total = _weights(S, acc, m, total, row_scale, sk, lv, N, SL, OL)
+    p, acc, m, total = _weights(S, acc, m, total, row_scale, sk, lv, N, SL, OL, UP)
     P = _operand(p, N, OL)
     if not LEAN:
         mbarrier.wait(v_full.index(s), phase)
@@ -144,9 +163,21 @@ def _add(total, alpha, sums, lv):
 
 
 @gluon.jit
+def _rescaled(acc, alpha, OL: gl.constexpr, LAZY: gl.constexpr):
+    """acc [BLOCK, D] times alpha [BLOCK]. LAZY: unless alpha is 1 in a whole warp."""
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
+    if not LAZY:
+        return acc * factor
+    elif acc.shape[1] == 128:
+        return gl.inline_asm_elementwise(RESCALE_128, TIED_128, [acc, factor], gl.float32, is_pure=True, pack=64)
+    else:
+        return gl.inline_asm_elementwise(RESCALE_64, TIED_64, [acc, factor], gl.float32, is_pure=True, pack=32)
+
+
+@gluon.jit
 def step_in_halves(
     q, k, v_buf, acc, m, total, row_scale, told, first, scale, step, key, k_len, barriers,
-    KS: gl.constexpr, OL: gl.constexpr, LEAN: gl.constexpr,
+    KS: gl.constexpr, OL: gl.constexpr, LEAN: gl.constexpr, LAZY: gl.constexpr, UP: gl.constexpr,
 ):  # fmt: skip
     """128 keys whose second product is two: the weights of the second 64 keys are made under the product of the first
     (`gem_kernels.hopper.halves`). V^T lies in two pieces of 64 keys.
@@ -166,9 +197,11 @@ def step_in_halves(
         S = _seen(S, key, k_len, KEYS, SL)
     c = row_scale * sk
     m_new = _largest(S, c, lv, m, KEYS)
-    shift = m_new - (lv + SHIFT)
+    if LAZY:
+        m_new = gl.where(m_new > m + ROOM, m_new, m)
+    shift = m_new - (lv + UP)
     alpha = gl.exp2(m - m_new)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
+    acc = _rescaled(acc, alpha, OL, LAZY)
     first, second = gl.split(S.reshape([BLOCK, 2, BLOCK]).permute((0, 2, 1)))
     p = _half(first, c, shift, HL)
     P = _operand(p, BLOCK, OL)
