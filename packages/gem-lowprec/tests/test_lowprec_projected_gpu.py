@@ -106,7 +106,7 @@ def test_heads_that_are_normed_and_turned(case, norm, base):
     assert (made.q_scale != expected.q_scale).double().mean() < 2e-3
 
 
-@pytest.mark.parametrize("name", list(launch.CONFIGS))
+@pytest.mark.parametrize("name", ["plain", "halves-lean", "halves-lean-lazy"])
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_rows_of_the_result(case, name):
     config = launch.CONFIGS[name]
