@@ -15,6 +15,7 @@ from gem_kernels.late import LateProduct
 from gem_kernels.norm_linear import linear_norm, norm_linear
 from gem_kernels.norms import layer_norm, qk_norm, rms_norm
 from gem_kernels.project_gated import GatedDown, project_gated
+from gem_kernels.project_rotary import project_rotary
 from gem_kernels.projections import Among, Turn, gated_heads, rotary_heads, sigmoid_gate
 from gem_kernels.rotary import Rope, rope, rote, rote_positions
 from gem_kernels.sequences import jagged_add, jagged_concat, jagged_split, most_recent
@@ -50,6 +51,7 @@ __all__ = [
     "padded_to_jagged",
     "position_bias",
     "project_gated",
+    "project_rotary",
     "qk_norm",
     "rms_norm",
     "rope",

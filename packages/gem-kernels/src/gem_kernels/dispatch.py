@@ -32,6 +32,7 @@ OPERATORS = (
     "norm_linear",
     "projections",
     "project_gated",
+    "project_rotary",
     "sequences",
 )
 REFERENCE = "reference"

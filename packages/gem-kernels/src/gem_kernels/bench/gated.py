@@ -1,7 +1,7 @@
-"""`python -m gem_kernels.bench.gated`: a gated projection and the product behind its gate, fused on Hopper
-(`gem_kernels.project_gated`) and apart (cuBLAS and the kernels of `gem_kernels.projections`), at the widths of GEM's
-preset "large". Every variant is checked against float64 first; what is wrong is not timed. Runs are CUDA graphs that
-take turns; rows are printed as they come.
+"""`python -m gem_kernels.bench.gated`: projections with what reads them in their registers, fused on Hopper
+(`gem_kernels.project_gated`, forward and backward; `project_rotary`) and apart (cuBLAS and the kernels of
+`gem_kernels.projections`), at the widths of GEM's preset "large". Every variant is checked against float64 first; what
+is wrong is not timed. Runs are CUDA graphs that take turns; rows are printed as they come.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from gem_kernels import testing
 from gem_kernels.bench import timing
 from gem_kernels.project_gated import hopper
 from gem_kernels.project_gated import triton as apart
+from gem_kernels.project_rotary import hopper as heads_hopper
+from gem_kernels.project_rotary import triton as heads_apart
+from gem_kernels.projections import reference as projections
 
 WIDTH, HIDDEN, HEADS, EPS = 512, 1024, 4, 1e-6
 SAMPLE = 4096  # rows, of both ends, that are compared
@@ -42,6 +45,11 @@ class Case:
         self.bias, self.gain = torch.randn(outputs, device=device), 1 + 0.1 * torch.randn(WIDTH // HEADS, device=device)
         self.dy, self.both = normal(rows, WIDTH), normal(WIDTH, HIDDEN + WIDTH) / WIDTH**0.5
         self.packed = normal(rows, outputs)
+        self.heads_weight = normal(3 * WIDTH, WIDTH) / WIDTH**0.5
+        self.age = torch.rand(rows, device=device) * 15
+        at = torch.arange(rows, device=device)
+        self.seats = at + 3 * (at // 1000 + 1)  # three rows before each thousand
+        self.added = rows // 1000 * 3 + 3
 
     def forward(self, run: Callable[..., tuple[Tensor, ...]], **how: Any) -> tuple[Tensor, ...]:
         """packed, h and q."""
@@ -53,6 +61,12 @@ class Case:
         dbias = torch.empty(2 * HIDDEN, device=self.x.device)
         rest, h = run(self.dy, self.both, self.packed, dpacked, dbias, HIDDEN, **how)
         return dpacked[:, : 2 * HIDDEN], dbias, rest, h
+
+    def heads(self, run: Callable[..., tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, ...]:
+        """packed, q without the rows that are left to others, and k."""
+        given = (self.bias[: 3 * WIDTH], [self.gain, self.gain], HEADS, [self.age], [1e2], self.seats, self.added, EPS)
+        packed, (q, k) = run(self.x, self.heads_weight, *given)
+        return packed, q, k
 
     def runs(self) -> dict[str, dict[str, Run]]:
         """By direction: what is timed."""
@@ -70,7 +84,12 @@ class Case:
         for name, plan in hopper.BACKWARD.items():
             again = name == hopper.DEFAULT[2]
             backward[f"hopper {name}"] = functools.partial(self.backward, hopper.backward, config=plan, again=again)
-        return {"forward": forward, "backward": backward}
+        heads: dict[str, Run] = {
+            "cuBLAS alone": lambda: (F.linear(self.x, self.heads_weight),),
+            "apart": lambda: self.heads(heads_apart.forward),
+            f"hopper {hopper.DEFAULT[0]}": lambda: self.heads(heads_hopper.forward),
+        }
+        return {"forward": forward, "backward": backward, "heads": heads}
 
     def exact(self, direction: str, rows: slice) -> tuple[Tensor, ...]:
         """Of some rows in float64; sums are left out."""
@@ -80,6 +99,11 @@ class Case:
             heads = q.unflatten(1, (HEADS, -1))
             normed = heads / (heads.square().mean(-1, keepdim=True) + EPS).sqrt() * self.gain.double()
             return packed, F.silu(gate) * up, normed
+        if direction == "heads":
+            packed = self.x[rows].double() @ self.heads_weight.double().T + self.bias[: 3 * WIDTH].double()
+            turn = [self.age[rows]], [1e2]
+            gains = [self.gain.double()] * 2
+            return packed, *projections.rotary_heads(packed, HEADS, gains, *turn, EPS)[:2]  # type: ignore[arg-type]
         given = self.packed[rows, : 2 * HIDDEN].double().requires_grad_()
         h = F.silu(given[:, :HIDDEN]) * given[:, HIDDEN:]
         made = self.dy[rows].double() @ self.both.double()
@@ -96,6 +120,8 @@ class Case:
             assert sums is not None
             worst = testing.relative_error(sums, made[0].double().sum(0))  # type: ignore[union-attr]
             made = (made[0], *made[2:])
+        if direction == "heads":
+            made = (made[0], made[1][self.seats], made[2])  # type: ignore[index]
         for rows in (slice(0, SAMPLE), slice(self.rows - SAMPLE, self.rows)):
             for got, exact in zip(made, self.exact(direction, rows), strict=False):
                 if got is not None:
@@ -104,7 +130,9 @@ class Case:
 
 
 def _flops(direction: str, rows: int) -> int:
-    return 2 * rows * WIDTH * (2 * HIDDEN + WIDTH if direction == "forward" else HIDDEN + WIDTH)
+    return 2 * rows * WIDTH * {"forward": 2 * HIDDEN, "backward": HIDDEN, "heads": 2 * WIDTH}[direction] + (
+        2 * rows * WIDTH * WIDTH
+    )
 
 
 def measure(rows: int, device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -153,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     if options.once:
         run = Case((options.rows or [65536])[0], device).runs()[options.once]
-        default = hopper.DEFAULT[0 if options.once == "forward" else 1]
+        default = hopper.DEFAULT[options.once == "backward"]
         for _ in range(2):
             run[f"hopper {default}"]()
         torch.cuda.synchronize()

@@ -36,7 +36,7 @@ class Forward:
 
     def constants(self, steps: int, *, q: bool, dim: int, bias: bool, norm: bool) -> dict[str, Any]:
         """The kernel's."""
-        given = {"STEPS": steps, "SLOTS": self.slots, "PHASES": _phases(steps, self.slots), "OUT": self.out, "Q": q}
+        given = {"STEPS": steps, "SLOTS": self.slots, "PHASES": phases(steps, self.slots), "OUT": self.out, "Q": q}
         return {**given, "DIM": dim, "BIAS": bias, "NORM": norm, "REGS": 232}
 
 
@@ -49,7 +49,7 @@ class Backward:
 
     def constants(self, steps: int, *, rest: bool, again: bool, bias: bool) -> dict[str, Any]:
         """The kernel's."""
-        given = {"STEPS": steps, "SLOTS": self.slots, "PHASES": _phases(steps, self.slots), "SETS": self.sets}
+        given = {"STEPS": steps, "SLOTS": self.slots, "PHASES": phases(steps, self.slots), "SETS": self.sets}
         return {**given, "REST": rest, "AGAIN": again, "BIAS": bias, "REGS": 232}
 
 
@@ -61,7 +61,7 @@ BACKWARD = {
 DEFAULT = ("8 + 2", "6 + 3", "again")  # forward, backward, and backward where h is made again
 
 
-def _phases(steps: int, slots: int) -> int:
+def phases(steps: int, slots: int) -> int:
     """Barriers for steps whose rows are there, each of one slot and one consumer."""
     return math.lcm(slots, NC.value * steps)
 
@@ -86,7 +86,7 @@ def _programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _grid(device: torch.device, *columns: int) -> int:
+def grid(device: torch.device, *columns: int) -> int:
     """One program for each processor, and at least one for each column of tiles."""
     return max(_programs(device), *columns)
 
@@ -99,11 +99,11 @@ def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), _layout(x.dtype, *block))
 
 
-def _tile_of(x: Tensor) -> TensorDescriptor:
+def rows_of(x: Tensor) -> TensorDescriptor:
     return _descriptor(x, ROWS.value, HALF.value)
 
 
-def _in_pairs(rows: Tensor, first: int) -> TensorDescriptor:
+def in_pairs(rows: Tensor, first: int) -> TensorDescriptor:
     """Rows of a weight [first * n, K] as [first, n, K], of which a load takes 64 of two neighbours."""
     pairs = rows.unflatten(0, (first, rows.shape[0] // first))
     return _descriptor(pairs, 2, HALF.value, HALF.value)
@@ -124,11 +124,11 @@ def forward(
         constants = config.constants(
             x.shape[1] // HALF.value, q=width > 0, dim=dim or 64, bias=bias is not None, norm=gain is not None
         )
-        gates = _in_pairs(weight[: 2 * hidden], 2)
-        behind = _in_pairs(weight[2 * hidden :], width // HALF.value) if width else gates
+        gates = in_pairs(weight[: 2 * hidden], 2)
+        behind = in_pairs(weight[2 * hidden :], width // HALF.value) if width else gates
         with torch.cuda.device(x.device):
-            hopper_forward.kernel[(_grid(x.device, hidden // HALF.value, width // COLUMNS.value),)](
-                _tile_of(x), gates, behind, _tile_of(packed), _tile_of(h), _tile_of(q if width else h),
+            hopper_forward.kernel[(grid(x.device, hidden // HALF.value, width // COLUMNS.value),)](
+                rows_of(x), gates, behind, rows_of(packed), rows_of(h), rows_of(q if width else h),
                 weight if bias is None else bias, weight if gain is None else gain,
                 triton.cdiv(rows, ROWS.value), hidden // HALF.value, width // COLUMNS.value, hidden, eps,
                 **constants, num_warps=4,
@@ -156,14 +156,14 @@ def backward(
     config = config or BACKWARD[DEFAULT[1 + again]]
     constants = config.constants(weight.shape[0] // HALF.value, rest=behind > 0, again=again, bias=dbias is not None)
     gates, rests = hidden // COLUMNS.value, behind // COLUMNS.value
-    programs = _grid(dy.device, gates, rests)
+    programs = grid(dy.device, gates, rests)
     tiles = triton.cdiv(rows, ROWS.value)
     parts = 4 * NC.value * min(programs // gates, tiles) if dbias is not None else 0
     sums = torch.empty(parts * 2 * hidden, dtype=torch.float32, device=dy.device)
     with torch.cuda.device(dy.device):
         hopper_backward.kernel[(programs,)](
-            _tile_of(dy), _descriptor(weight, HALF.value, COLUMNS.value), _tile_of(packed), _tile_of(dpacked),
-            _tile_of(dpacked if h is None else h), _tile_of(rest if behind else dpacked),
+            rows_of(dy), _descriptor(weight, HALF.value, COLUMNS.value), rows_of(packed), rows_of(dpacked),
+            rows_of(dpacked if h is None else h), rows_of(rest if behind else dpacked),
             sums, tiles, gates, rests, hidden, **constants, num_warps=4,
         )  # fmt: skip
     if dbias is not None:
@@ -171,7 +171,7 @@ def backward(
     return rest, h
 
 
-def _types(kernel: Any, blocks: Mapping[str, tuple[int, ...]], constants: dict[str, Any]) -> dict[str, str]:
+def types_of(kernel: Any, blocks: Mapping[str, tuple[int, ...]], constants: dict[str, Any]) -> dict[str, str]:
     types = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -198,7 +198,7 @@ def compile_cases() -> list[CompileCase]:
         constants = config.constants(8, q=True, dim=128, bias=True, norm=True)
         rows = dict.fromkeys(("x_desc", "packed_desc", "h_desc", "told_desc"), row)
         blocks = {**rows, **dict.fromkeys(("gate_desc", "q_desc"), (2, half, half))}
-        types = _types(hopper_forward.kernel, blocks, constants)
+        types = types_of(hopper_forward.kernel, blocks, constants)
         cases.append(CompileCase(
             f"project_gated hopper forward {name}", hopper_forward.kernel, types, constants,
             Tile(bm=tile, bn=columns), ("bias_ptr", "gain_ptr"), (90,), source,
@@ -207,7 +207,7 @@ def compile_cases() -> list[CompileCase]:
         constants = plan.constants(8, rest=True, again=name == "again", bias=True)
         names = ("x_desc", "packed_desc", "dpacked_desc", "again_desc", "rest_desc")
         blocks = {**dict.fromkeys(names, row), "w_desc": (half, columns)}
-        types = _types(hopper_backward.kernel, blocks, constants)
+        types = types_of(hopper_backward.kernel, blocks, constants)
         cases.append(CompileCase(
             f"project_gated hopper backward {name}", hopper_backward.kernel, types, constants,
             Tile(bm=tile, bn=columns), ("parts_f32",), (90,), source,

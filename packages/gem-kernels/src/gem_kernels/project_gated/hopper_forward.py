@@ -49,7 +49,7 @@ def _loader(
 
 
 @gluon.jit
-def _vector(ptr, at, there: gl.constexpr):
+def vector(ptr, at, there: gl.constexpr):
     """float32 numbers of a vector, or zeros."""
     if there:
         return gl.load(ptr + at).to(gl.float32)
@@ -75,8 +75,8 @@ def _consumer(
     n = 0
     step = W * STEPS + 0
     column, first, across = share(gates, tiles)
-    gate_bias = _vector(bias_ptr, column * HALF + lane, BIAS)
-    up_bias = _vector(bias_ptr, hidden + column * HALF + lane, BIAS)
+    gate_bias = vector(bias_ptr, column * HALF + lane, BIAS)
+    up_bias = vector(bias_ptr, hidden + column * HALF + lane, BIAS)
     mbarrier.wait(weight, 0)
     for tile in range(first + W * across, tiles, NC * across):
         acc = product(x_buf, w_buf, full, empty, step, STEPS, SLOTS, PHASES, True, AL)
@@ -100,10 +100,10 @@ def _consumer(
         step = (before + turn) * STEPS
         column, first, across = share(qs, tiles)
         at = column * COLUMNS + lane
-        left_bias = _vector(bias_ptr, 2 * hidden + at, BIAS)
-        right_bias = _vector(bias_ptr, 2 * hidden + at + HALF, BIAS)
-        left_gain = _vector(gain_ptr, at % DIM, NORM)
-        right_gain = _vector(gain_ptr, (at + HALF) % DIM, NORM)
+        left_bias = vector(bias_ptr, 2 * hidden + at, BIAS)
+        right_bias = vector(bias_ptr, 2 * hidden + at + HALF, BIAS)
+        left_gain = vector(gain_ptr, at % DIM, NORM)
+        right_gain = vector(gain_ptr, (at + HALF) % DIM, NORM)
         mbarrier.wait(weight, 1)
         for tile in range(first + turn * across, tiles, NC * across):
             acc = product(x_buf, w_buf, full, empty, step, STEPS, SLOTS, PHASES, True, AL)
