@@ -17,7 +17,6 @@ from gem_train.run_dir import RunDir, read_json
 
 # Where float64 rounds a probability to 0 or 1, the logit is not finite: take the nearest one that is.
 LOWEST, HIGHEST = np.nextafter(0.0, 1.0), np.nextafter(1.0, 0.0)
-LOWER_IS_BETTER = {"ne": True, "log_loss": True, "auc": False, "gauc": False}
 
 
 @dataclass(frozen=True, kw_only=True)

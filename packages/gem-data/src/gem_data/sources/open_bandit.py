@@ -28,7 +28,6 @@ LICENCE = (
     "cite Saito et al., 2021. prior_bts.yaml is part of the Open Bandit Pipeline, Apache 2.0."
 )
 CAMPAIGNS = {"all": 80, "men": 34, "women": 46}  # items of each
-POLICIES = ("random", "bts")
 PRIOR = "prior_bts.yaml"
 WHEEL = Wheel(
     name="open-bandit",

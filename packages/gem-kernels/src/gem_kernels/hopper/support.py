@@ -35,13 +35,6 @@ def _head_descriptor(rows: int, columns: int) -> str:
     return f"tensordesc<bf16[{rows}, 1, {columns}],{layout!r}>"
 
 
-def _tile_descriptor(rows: int, columns: int) -> str:
-    from triton.experimental.gluon import language as gl
-
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
-
-
 def _statistics() -> str:
     from triton.experimental.gluon import language as gl
 
