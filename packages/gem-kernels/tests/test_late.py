@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from gem_kernels import LateProduct, gated_heads, norm_rows, norm_rows_twice
+from gem_kernels import Among, LateProduct, Turn, gated_heads, norm_rows, norm_rows_twice, rotary_heads
+from gem_kernels.late import side_by_side
 from gem_kernels.norms import placed
 from gem_kernels.norms import triton as norm_kernels
 from gem_kernels.projections import gates
@@ -255,3 +256,61 @@ def test_a_gate_of_small_rows(rows, hidden, heads, dim, dtype, backend, late, de
     for leaf, a, b in zip(leaves, found, wanted, strict=True):
         assert a.dtype == leaf.dtype
         assert relative_error(a, b) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("turns", "normed", "amid"), [(1, True, True), (2, True, False), (0, True, True), (1, False, True)]
+)
+def test_queries_and_keys_stand_for_what_they_were_made_of(turns, normed, amid, dtype, backend, device):
+    """A late product of normed rows in two parts, q and k beside v: neither the rows nor [q || k] are kept."""
+    heads, dim, count = 3, 6, 4
+    where = {"dtype": dtype, "device": device}
+    x, w = normal(ROWS, WIDTH, seed=1, **where), normal(3 * heads * dim, WIDTH, seed=2, **where)
+    bias, gain = (normal(n, seed=n, dtype=torch.float32, device=device) for n in (3 * heads * dim, WIDTH))
+    rows = normal(count, heads, dim, seed=4, **where)
+    weights = [normal(dim, seed=7 + i, dtype=torch.float32, device=device) for i in range(2)] if normed else [None] * 2
+    with torch.no_grad():
+        for weight in weights if normed else ():
+            weight.mul_(0.2).add_(1)
+    given = [Turn(positions=torch.rand(ROWS, device=device) * 9, base=b) for b in (1e4, 1e2)][:turns]
+    order = torch.randperm(ROWS + count, generator=torch.Generator().manual_seed(0)).to(device)
+    options = {"turns": given, "eps": EPS}
+    leaves = [x, w, bias, gain, *([rows] if amid else []), *(weights if normed else [])]
+    wide = {id(t): t.detach().double().requires_grad_() for t in leaves}
+    at = [None if t is None else wide.get(id(t)) for t in (x, w, bias, gain, rows, *weights)]
+    packed = normal_rows(at[0], at[3]) @ at[1].t() + at[2]
+    among = Among(rows=at[4], places=order[:ROWS], others=order[ROWS:]) if amid else None
+    expected = rotary_heads(packed, heads, at[5:], among=among, backend="reference", **options)
+    among = Among(rows=rows, places=order[:ROWS], others=order[ROWS:]) if amid else None
+    late = LateProduct(w)
+
+    def make():
+        with poisoned():
+            y, *_ = norm_rows(x, gain, kind="rms", eps=EPS, product=late, backend=backend)
+            qk, v = late.parts(y, (2 * heads * dim, heads * dim), bias.detach().to(dtype))
+            make.rows = {t.untyped_storage().data_ptr() for t in (y, qk)}
+            return rotary_heads(qk, heads, weights, among=among, bias=bias, values=v, backend=backend, **options)
+
+    got, kept = saved_bytes(make)
+    if backend == "triton":
+        assert not make.rows & {t.untyped_storage().data_ptr() for t in kept}
+    compare(got, expected, leaves, list(wide.values()), dtype)
+    with pytest.raises(ValueError, match="stand beside q and k"):
+        rotary_heads(x, 1, [None, None], values=x)
+
+
+def normal_rows(x, gain):
+    return normed(x, gain, None, "rms", EPS)
+
+
+def test_parts_that_lie_side_by_side_are_not_copied(device):
+    whole = torch.randn(5, 12, device=device)
+    one = side_by_side(whole.split((4, 2, 6), dim=1))
+    assert one.data_ptr() == whole.data_ptr()
+    assert torch.equal(one, whole)
+    for parts in ((whole[:, 4:], whole[:, :4]), (whole[:, :4], whole[:, 5:]), (whole[:, :4], whole[:, 4:].clone())):
+        assert torch.equal(side_by_side(parts), torch.cat(parts, dim=1))
+    ragged = whole[:, :8].split((4, 4), dim=1)
+    assert torch.equal(side_by_side((ragged[0], ragged[1], whole[:, 8:])), whole)

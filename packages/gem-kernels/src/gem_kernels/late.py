@@ -8,6 +8,7 @@ compute x anew by itself would also read its source.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ class LateProduct:
             return F.linear(x, self.weight, bias)
         return _Product.apply(x, self.weight, bias, self)  # type: ignore[no-any-return]
 
+    def parts(self, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The columns of y in parts [T, size], each in memory of its own, so that one may be kept without the others.
+        Their gradients become one without a copy where they lie side by side.
+        """
+        if not self.taken:
+            return F.linear(x, self.weight, bias).split(list(sizes), dim=1)
+        return _Parts.apply(x, self.weight, bias, self, list(sizes))  # type: ignore[no-any-return]
+
     def leave(self, dy: Tensor) -> None:
         """What an operator that multiplies x by W itself calls in its backward pass, with the gradient [T, N]."""
         self._dy = dy
@@ -70,3 +79,42 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             ctx.late.leave(dy)
         return dy @ weight, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _Parts(torch.autograd.Function):
+    """The same, in parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, late: LateProduct, sizes: list[int]
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(weight, bias)
+        ctx.late = late
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        return tuple(F.linear(x, w, b) for w, b in zip(weight.split(sizes), biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor | None, ...]:
+        weight, _ = ctx.saved_tensors
+        dy = side_by_side(parts)
+        if ctx.needs_input_grad[1]:
+            ctx.late.leave(dy)
+        return dy @ weight, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """[T, .] tensors as one, without a copy where they are columns of one that follow each other."""
+    first, at = parts[0], parts[0].storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        alike = part.stride() == first.stride() and part.untyped_storage().data_ptr() == storage
+        if not alike or part.stride(1) != 1 or part.storage_offset() != at:
+            return torch.cat(list(parts), dim=1)
+        at += part.shape[1]
+    width = at - first.storage_offset()
+    return (
+        first.as_strided((first.shape[0], width), first.stride())
+        if width <= first.stride(0)
+        else torch.cat(list(parts), 1)
+    )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,20 +102,36 @@ class History:
 
 def read(layer: NormLinear, history: History) -> tuple[Tensor, Tensor | None, History]:
     """What a layer makes of the tokens, [T, out], its bias as :func:`project` gives it, and the history settled."""
+    (out,), bias, history = read_parts(layer, history, ())
+    return out, bias, history
+
+
+def read_parts(
+    layer: NormLinear, history: History, sizes: Sequence[int]
+) -> tuple[tuple[Tensor, ...], Tensor | None, History]:  # fmt: skip
+    """The same with what the layer makes in columns of these sizes, each in memory of its own, where a late product
+    makes it; else as one.
+    """
     whole = type(layer) is NormLinear and not hooked(layer) and not hooked(layer.norm)
     if whole and history.bare is not None and history.more is None and _folds(layer, history.bare_eps):
         tokens = None if history.inside == "none" else history.tokens
-        return *project_bare(layer, history.bare, tokens, history.bare_eps), history.settled()
+        out, bias = project_bare(layer, history.bare, tokens, history.bare_eps)
+        return (out,), bias, history.settled()
     if whole and not history.seated:
         more = None if history.more is None else history.more.to(history.tokens.dtype)
         late = None if history.inside == "none" else late_product(layer.linear, history.tokens)
         given = {} if late is None else {"product": late}
         out, tokens, _ = layer.norm.rows(history.tokens, more, history.more_bias, **given)  # type: ignore[operator]
-        return (*project(layer.linear, out, late), history.settled(tokens))
+        bias = layer.linear.bias
+        if late is not None and late.taken and sizes and bias is not None:
+            parts = late.parts(out, sizes, bias.detach().to(out.dtype))  # type: ignore[operator, union-attr, arg-type]
+            return parts, bias, history.settled(tokens)  # type: ignore[return-value]
+        out, left = project(layer.linear, out, late)
+        return (out,), left, history.settled(tokens)
     if history.more is None:
-        return layer(history.tokens), None, history
+        return (layer(history.tokens),), None, history
     out, tokens = layer(history.tokens, history.whole.to(history.tokens.dtype))
-    return out, None, history.settled(tokens)
+    return (out,), None, history.settled(tokens)
 
 
 def askers(x: Tensor, history: History) -> tuple[Tensor, Tensor, int]:

@@ -64,7 +64,7 @@ class Tower(nn.Module):
     Attributes:
         inside: what kernels of the backward pass write on their way instead of its being kept: "none"; "exact", the
             operands of products (gem_kernels.LateProduct); "fp8", these, and gates are kept in E4M3, written by the
-            kernel that reads them. May be set from outside at any time.
+            kernel that reads them, and of q and k what attention reads. May be set from outside at any time.
     """
 
     inside: str

@@ -15,7 +15,7 @@ from gem_kernels.nn import NormLinear, RMSNorm
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
-from gem_model.history import History, Seats, answers, askers, read, turns, uniform_offsets
+from gem_model.history import History, Seats, answers, askers, read, read_parts, turns, uniform_offsets
 from gem_model.interaction import TokenMix
 from gem_model.projection import late_product, plain, project, project_apart, project_both, working_dtype
 
@@ -120,9 +120,11 @@ class HistoryAttention(nn.Module):
 
     def forward(self, history: History, cls: Tensor) -> tuple[History, Tensor]:
         """Events [T, d] and CLS tokens [B, C, d] -> the same shapes."""
-        packed, bias, history = read(self.qkv, history)
         if self.together and history.requests is None:
-            return self._together(packed, bias, history, cls)
+            width = self.heads * self.head_dim
+            parts, bias, history = read_parts(self.qkv, history, (2 * width, width) if history.inside == "fp8" else ())
+            return self._together(parts, bias, history, cls)
+        packed, bias, history = read(self.qkv, history)
         q_events, (k, v), (k_again, v_again) = self._parts(packed, bias, history)
         if q_events is not None:
             seen = self._seen(q_events, k, v, history)
@@ -151,8 +153,13 @@ class HistoryAttention(nn.Module):
             return history
         return replace(history, seats=Seats.of(history.offsets, history.tokens.shape[0], count))
 
-    def _together(self, packed: Tensor, bias: Tensor | None, history: History, cls: Tensor) -> tuple[History, Tensor]:
-        """The CLS tokens' queries stand among the events': keys and values are read once and get one gradient."""
+    def _together(
+        self, parts: tuple[Tensor, ...], bias: Tensor | None, history: History, cls: Tensor
+    ) -> tuple[History, Tensor]:
+        """The CLS tokens' queries stand among the events': keys and values are read once and get one gradient. Parts
+        are [q || k || v], or [q || k] and v: then neither is kept but as they are after that.
+        """
+        packed, *values = parts
         seats, count = self.with_seats(history, cls).seats, cls.shape[1]
         assert seats is not None
         q, k, v = rotary_heads(
@@ -162,6 +169,7 @@ class HistoryAttention(nn.Module):
             turns=turns(history, self.rotary),
             among=Among(rows=self._asked(cls, packed.dtype), places=seats.events, others=seats.cls),
             bias=bias,
+            values=values[0] if values else None,
         )
         seen = self._attend(q, k, v, seats.offsets, history, history.max_len + count)
         more, out_bias, told = project_apart(self.out, seen, seats.cls)

@@ -162,10 +162,10 @@ def heads_backward_kernel(
     PLACES: tl.constexpr, SLOTS: tl.constexpr, VALUES: tl.constexpr, AGAIN: tl.constexpr, BIAS: tl.constexpr,
     HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, EPS: tl.constexpr,
     NORM: tl.constexpr, TURNS: tl.constexpr, LOG2_FIRST: tl.constexpr, LOG2_SECOND: tl.constexpr, STAGES: tl.constexpr,
-    scales_f32=None, made0_ptr=None,
+    scales_f32=None, made0_ptr=None, made1_ptr=None,
 ):  # fmt: skip
     """d0 is of the first slot and d1 of the second; of one slot alone, d1 and its second reader's. PLACES: above. With
-    the forward kernel's `scales_f32`, what it made is read in the place of packed: of one slot `made0_ptr`.
+    the forward kernel's `scales_f32`, what it made is read in the place of packed.
     """
     SCALES: tl.constexpr = scales_f32 is not None
     part = tl.program_id(0).to(tl.int64)
@@ -193,18 +193,34 @@ def heads_backward_kernel(
             if PLACES:
                 place = tl.load(places_offsets + row, mask=inside, other=0)
                 first_from, _ = _places(place, HEADS * D, inside, HEADS, HP, D, DP)
-            dw, d = _slot_backward(
-                packed_ptr, dpacked_ptr, d0_ptr, d0_ptr, weight0_f32, at, to, first_from, mask, cos, sin,
-                D, DP, HP, BM, EPS, NORM, TURNS, False,
-            )  # fmt: skip
+            if SCALES:
+                where, there = _numbers(row, inside, 0, SLOTS, HEADS, HP)
+                scales = tl.load(scales_f32 + where, mask=there, other=0.0)
+                dw, d = _slot_backward(
+                    made0_ptr, dpacked_ptr, d0_ptr, d0_ptr, weight0_f32, at, to, first_from, mask, cos, sin,
+                    D, DP, HP, BM, EPS, NORM, TURNS, False, scales,
+                )  # fmt: skip
+            else:
+                dw, d = _slot_backward(
+                    packed_ptr, dpacked_ptr, d0_ptr, d0_ptr, weight0_f32, at, to, first_from, mask, cos, sin,
+                    D, DP, HP, BM, EPS, NORM, TURNS, False,
+                )  # fmt: skip
             if NORM:
                 dweight0 += dw
             if BIAS:
                 sum0 += d
-            dw, d = _slot_backward(
-                packed_ptr + HEADS * D, dpacked_ptr + HEADS * D, d1_ptr, d1_again_ptr, weight1_f32, at, to, from_, mask,
-                cos, sin, D, DP, HP, BM, EPS, NORM, TURNS, AGAIN,
-            )  # fmt: skip
+            if SCALES:
+                where, there = _numbers(row, inside, 1, SLOTS, HEADS, HP)
+                scales = tl.load(scales_f32 + where, mask=there, other=0.0)
+                dw, d = _slot_backward(
+                    made1_ptr, dpacked_ptr + HEADS * D, d1_ptr, d1_again_ptr, weight1_f32, at, to, from_, mask,
+                    cos, sin, D, DP, HP, BM, EPS, NORM, TURNS, AGAIN, scales,
+                )  # fmt: skip
+            else:
+                dw, d = _slot_backward(
+                    packed_ptr + HEADS * D, dpacked_ptr + HEADS * D, d1_ptr, d1_again_ptr, weight1_f32, at, to, from_,
+                    mask, cos, sin, D, DP, HP, BM, EPS, NORM, TURNS, AGAIN,
+                )  # fmt: skip
             if NORM:
                 dweight1 += dw
             if BIAS:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gem_kernels import dispatch
 from gem_kernels.checks import check_count, dense
 from gem_kernels.operator import operator
 from gem_kernels.projections import reference
-from gem_kernels.projections.checks import check_bias, check_packed, check_vector
+from gem_kernels.projections.checks import check_packed, check_vector
 
 __all__ = ["Among", "Turn", "rotary_heads"]
 
@@ -49,6 +50,7 @@ def rotary_heads(
     readers: int = 1,
     among: Among | None = None,
     bias: Tensor | None = None,
+    values: Tensor | None = None,
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> tuple[Tensor, ...]:
@@ -62,6 +64,9 @@ def rotary_heads(
         readers: 2 gives k and v twice, for two operators that read them: their gradients then meet in the kernel.
         among: other queries, as they are, to stand among those of packed: q is then [T + N, H, D].
         bias: [(n + 1) H D] floating, the projection's, as in `gated_heads`.
+        values: [T, H D], v by itself: packed is then [q || k] with two weights, and is not kept for the backward pass,
+            where what q and k were before their norms follows from what they are (rounded as they are; where a weight
+            is 0, its gradient is). Not where torch.compile or a dispatch mode looks on.
         eps: added to the mean square, positive.
         backend: "reference" or "triton"; None lets `dispatch` choose.
 
@@ -82,8 +87,17 @@ def rotary_heads(
         raise ValueError(
             f"expected 1 or 2 weights, 0 to 2 turns, 1 or 2 readers; got {len(weights)}, {len(turns)}, {readers}"
         )
-    check_packed(packed, heads * (len(weights) + 1), 0, weights, eps)
-    dim = packed.shape[1] // (heads * (len(weights) + 1))
+    if values is not None:
+        if len(weights) != 2 or readers != 1 or values.shape != (packed.shape[0], packed.shape[1] // 2):
+            raise ValueError(
+                f"values [{packed.shape[0]}, {packed.shape[1] // 2}] stand beside q and k for one reader; got "
+                f"{tuple(values.shape)}, {len(weights)} weights, {readers} readers"
+            )
+        if values.dtype != packed.dtype:
+            raise TypeError(f"values must be of packed's dtype, {packed.dtype}; got {values.dtype}")
+    parts_of = len(weights) + (values is None)  # that packed has
+    check_packed(packed, heads * parts_of, 0, weights, eps)
+    dim = packed.shape[1] // (heads * parts_of)
     for i, weight in enumerate(weights):
         if weight is not None:
             check_vector(f"weights[{i}]", weight, dim)
@@ -95,11 +109,16 @@ def rotary_heads(
                 f"a turn needs positions [{packed.shape[0]}] on {packed.device} and a positive base; got "
                 f"{tuple(turn.positions.shape)} on {turn.positions.device} and {turn.base}"
             )
-    check_bias(bias, packed)
+    if bias is not None:
+        check_vector("bias", bias, packed.shape[1] + (0 if values is None else values.shape[1]))
     if among is not None:
         _check_among(among, packed, heads, dim, len(weights))
     positions, bases = [t.positions.detach() for t in turns], [float(t.base) for t in turns]
     name = dispatch.choose("projections", packed, backend, (f"head:{dim}",))
+    watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    mixed = (weights[0] is None) != (weights[-1] is None)
+    if values is not None and (name == dispatch.REFERENCE or watched or mixed):
+        packed, values = torch.cat((packed, values), dim=1), None
     if name == dispatch.REFERENCE or (weights[0] is None) != (weights[-1] is None):
         whole = reference.with_bias(packed, bias)
         parts = reference.rotary_heads(whole, heads, weights, positions, bases, float(eps))
@@ -108,6 +127,10 @@ def rotary_heads(
         return parts if readers == 1 else (*parts, *parts[-2:])
     bias, *weights = dense(bias, *weights)
     rows, *places = (None, None, None) if among is None else (among.rows, among.places, among.others)
+    if values is not None:
+        return _RotaryMade.apply(  # type: ignore[no-any-return]
+            packed, values, bias, rows, *weights, heads, positions, bases, places, float(eps), name
+        )
     return _Rotary.apply(  # type: ignore[no-any-return]
         packed, bias, rows, *weights, len(weights), heads, positions, bases, places, readers, float(eps), name
     )
@@ -152,6 +175,37 @@ class _Rotary(torch.autograd.Function):
         drows = None if others is None else grads[0].index_select(0, others)
         dweights = [None if w is None else dw for w, dw in zip(weights, dweights, strict=True)]
         return dpacked, None if bias is None else dbias, drows, *dweights, *(None,) * 8
+
+
+class _RotaryMade(torch.autograd.Function):
+    """q and k of [q || k], which are kept, beside v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, v: Tensor, bias: Tensor | None, rows: Tensor | None, *args: Any
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        *weights, heads, positions, bases, (places, others), eps, name = args
+        added = 0 if rows is None else rows.shape[0]
+        made = dispatch.module("projections", name).rotary_made
+        (q, k), scales = made(packed, weights, heads, positions, bases, places, added, eps)
+        if rows is not None:
+            q.index_copy_(0, others, rows)
+        ctx.save_for_backward(q, k, scales, bias, *weights, *positions, places, others)
+        ctx.rest = (bases, eps, name)
+        return q, k, v.view(k.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        bases, eps, name = ctx.rest
+        q, k, scales, bias, *saved, places, others = ctx.saved_tensors
+        weights, positions = saved[:2], saved[2:]
+        back = dispatch.module("projections", name).rotary_made_backward
+        dpacked, dbias, *dweights = back(list(grads), (q, k), scales, weights, bias, positions, bases, places, eps)
+        drows = None if others is None else grads[0].index_select(0, others)
+        dweights = [None if w is None else dw for w, dw in zip(weights, dweights, strict=True)]
+        dqk, dv = dpacked.tensor_split([dpacked.shape[1] // 3 * 2], dim=1)
+        return dqk, dv, None if bias is None else dbias, drows, *dweights, *(None,) * 6
 
 
 @operator("rotary_heads")

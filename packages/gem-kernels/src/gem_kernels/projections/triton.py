@@ -29,6 +29,8 @@ __all__ = [
     "heads",
     "rotary",
     "rotary_backward",
+    "rotary_made",
+    "rotary_made_backward",
     "sigmoid",
     "sigmoid_backward",
 ]
@@ -85,12 +87,12 @@ def _forward(
 def _backward(
     grads: list[Tensor | None], packed: Tensor, dpacked: Tensor, weights: list[Tensor | None], dbias: Tensor | None,
     heads: int, dim: int, positions: list[Tensor], bases: list[float], places: Tensor | None, eps: float,
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, made: tuple[Tensor, ...] = (),
 ) -> list[Tensor]:  # fmt: skip
     """Writes the columns of the slots, and of v if there are its gradients, into dpacked and their sums into dbias.
 
     `grads` are those of q (None for one slot), of k, and perhaps of v, then of a second reader's k and v. With
-    `_forward`'s `scales`, packed is what that made of one slot. Returns the weights' gradients.
+    `_forward`'s `scales`, what that `made` is read in the place of packed. Returns the weights' gradients.
     """
     slots, norm = len(weights), weights[0] is not None
     dq, dk, *others = grads
@@ -112,7 +114,7 @@ def _backward(
         packed.stride(0), dpacked.stride(0), packed.shape[0], each, PLACES=places is not None,
         SLOTS=slots, VALUES=dv is not None, AGAIN=dk_again is not None, BIAS=dbias is not None, **_shape(heads, dim),
         BM=t.bm, EPS=eps, NORM=norm, **_turns(positions, bases), STAGES=t.stages, scales_f32=scales,
-        made0_ptr=None if scales is None else packed,
+        made0_ptr=made[0] if made else None, made1_ptr=made[1] if len(made) > 1 else None,
     )  # fmt: skip
     dweights = [
         torch.empty(0 if w is None else dim, dtype=packed.dtype if w is None else w.dtype, device=packed.device)
@@ -158,8 +160,8 @@ def gated_small_backward(
     dbias = empty_like(bias, q)
     in_front, behind = (None, None) if bias is None else (dbias[: 2 * hidden], dbias[2 * hidden :])
     gates.swiglu_backward(rows_of(dgated), small, dpacked, in_front, hidden, again)
-    dq_to, made = dpacked[:, 2 * hidden :], q.view(rows, heads * dim)
-    (dweight,) = _backward([None, dq], made, dq_to, [weight], behind, heads, dim, [], [], None, eps, scales)
+    dq_to, made = dpacked[:, 2 * hidden :], () if scales is None else (q,)
+    (dweight,) = _backward([None, dq], dq_to, dq_to, [weight], behind, heads, dim, [], [], None, eps, scales, made)
     return dpacked, dweight, dbias
 
 
@@ -211,6 +213,35 @@ def rotary_backward(
     return [dpacked, dbias, *dweights]
 
 
+def rotary_made(
+    packed: Tensor, weights: list[Tensor | None], heads: int, positions: list[Tensor], bases: list[float],
+    places: Tensor | None, added: int, eps: float,
+) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
+    """Both slots of packed [T, 2 H D], and what multiplies their heads, [T, 2, H] (None without norms)."""
+    packed = rows_of(packed)
+    scales = None
+    if weights[0] is not None:
+        scales = torch.empty(packed.shape[0], 2, heads, dtype=torch.float32, device=packed.device)
+    dim = packed.shape[1] // (2 * heads)
+    return _forward(packed, weights, heads, dim, positions, bases, places, added, eps, scales), scales
+
+
+def rotary_made_backward(
+    grads: list[Tensor | None], made: tuple[Tensor, ...], scales: Tensor | None, weights: list[Tensor | None],
+    bias: Tensor | None, positions: list[Tensor], bases: list[float], places: Tensor | None, eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """As `rotary_backward` of packed [T, 3 H D], from what `rotary_made` made."""
+    rows, heads, dim = made[1].shape
+    dpacked = made[1].new_empty(rows, 3 * heads * dim)
+    dbias = empty_like(bias, dpacked)
+    into = None if bias is None else dbias
+    made = () if scales is None else made
+    dweights = _backward(
+        grads, dpacked, dpacked, weights, into, heads, dim, positions, bases, places, eps, scales, made
+    )
+    return [dpacked, dbias, *dweights]
+
+
 def compile_cases() -> list[CompileCase]:
     """Every kernel at the shapes of GEM's preset "large", and of a small one with odd sizes."""
     cases = gates.compile_cases() + placed.compile_cases()  # of all passes between projections
@@ -227,8 +258,9 @@ def compile_cases() -> list[CompileCase]:
             ):
                 t = tile(heads, dim, bool(extra))
                 stages = {"STAGES": t.stages} if extra else {}
-                nothing: dict[str, object] = {"scales_f32": None, **({"made0_ptr": None} if extra else {})}
-                for more, note in ((nothing, ""), ({}, " scales"))[: 3 - slots]:
+                made: dict[str, object] = {"made0_ptr": None, "made1_ptr": None} if extra else {}
+                one: dict[str, object] = {"made1_ptr": None} if extra and slots == 1 else {}
+                for more, note in (({"scales_f32": None, **made}, ""), (one, " scales")):
                     constants = {**shared, **extra, **stages, **more, "BM": t.bm}
                     types, divisible = signature(kernel, "bf16", constants)
                     title = f"projections {name}{note} bf16 h{heads} d{dim} slots {slots}"
