@@ -235,9 +235,11 @@ class PeerFFN(PersonalisedFFN):
 
     operators: Operators
 
-    def _parts(self, packed: Tensor, bias: Tensor | None, late: LateProduct | None) -> tuple[Tensor, Tensor]:
+    def _parts(
+        self, packed: Tensor, bias: Tensor | None, late: LateProduct | None = None, small: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if self.operators.parts == "kernel":
-            return super()._parts(packed, bias, late)
+            return super()._parts(packed, bias, late, small)
         gate, up, q = with_bias(packed, bias).split(self.splits, dim=1)
         q = q.unflatten(1, (self.heads, -1))
         return F.silu(gate) * up, self.norms.q(q) if self.personal else q
