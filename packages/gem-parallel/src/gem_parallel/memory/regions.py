@@ -9,7 +9,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from gem_parallel.config import MemoryConfig
+from gem_parallel.config import MEMORY_INSIDE, MemoryConfig
 from gem_parallel.dense.containers import register_dataclasses
 from gem_parallel.memory import compiled, worth
 from gem_parallel.memory.again import Saving
@@ -237,6 +237,12 @@ class Regions:
             with torch.autograd.graph.saved_tensors_hooks(keeper.pack_saved, keeper.unpack):
                 return function(*args, **kwargs)
 
+    def _ways(self) -> tuple[str, ...]:
+        """What is tried of `inside`: a plan may want less of it, so that other results can be had again."""
+        asked = self.config.inside
+        ways = MEMORY_INSIDE[1 : MEMORY_INSIDE.index(asked) + 1]
+        return ways[-1:] if self.config.policy == "keep" else ways
+
     @contextmanager
     def _inside(self, name: str, what: str) -> Iterator[None]:
         """What backward kernels of a region write on their way, for a forward pass."""
@@ -288,15 +294,18 @@ class Regions:
         host_s = host_cost(function, args, kwargs).forward_s
         forward_s = device_seconds(function, args, kwargs) if card else host_s
         before = hold_back if card else _nothing
-        asked, inside_s = self.config.inside, 0.0
-        if asked != "none" and self._insides[name]:
-            inside_s = longer(
-                function, args, kwargs, module, lambda on: self._inside(name, asked if on else "none"), before
-            )
+        took = {"none": 0.0}  # what writing on the way takes, by what is written
+        if self._insides[name]:
+            for what in self._ways():
+
+                def switched(on: bool, what: str = what) -> AbstractContextManager[None]:
+                    return self._inside(name, what if on else "none")
+
+                took[what] = longer(function, args, kwargs, module, switched, before)
         keepers = (PLAIN, self.keeper) if self.keeper.works else (PLAIN,)
         wholes: dict[str, int] = {}  # bytes of all, unpacked
         found = []
-        for keeper, inside in itertools.product(keepers, ("none", asked)[: 1 + (asked != "none")]):
+        for keeper, inside in itertools.product(keepers, took):
             with self._inside(name, inside):
                 saved, costs, backward = worth.watch(
                     function, args, kwargs, module, keeper, least=self._least, before=before
@@ -313,7 +322,7 @@ class Regions:
                     host_s=host_s if card and self.launched else None,
                     backward=backward,
                     inside=inside,
-                    inside_s=0.0 if inside == "none" else inside_s,
+                    inside_s=took[inside],
                     packs=keeper is self.keeper or not self.keeper.works,
                 )
             )
