@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -375,7 +376,10 @@ def test_a_norm_before_a_block_wise_projection_is_replaced(norm):
     model = nn.Sequential(NormLinear(128, 256, norm=norm), NormLinear(128, 128, norm=norm))
     keys, parameters = list(model.state_dict()), list(model.parameters())
     rules = (Rule(pattern="0", forward="fp8_block"), Rule(pattern="1", forward="mxfp8"))
-    convert(model, Recipe(name="mixed", rules=rules, fuse_norms=True))
+    apart = copy.deepcopy(model)
+    convert(apart, Recipe(name="mixed", rules=rules, fuse_norms=False))
+    assert [type(m) for m in apart] == [NormLinear, NormLinear]
+    convert(model, Recipe(name="mixed", rules=rules))
     assert [type(m) for m in model] == [LowPrecisionNormLinear, NormLinear]
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))

@@ -132,7 +132,7 @@ def modules(pre_norm=True, **between):
     options = {"head_dim": 128, "kv_heads": 2, "pre_norm": pre_norm, "bias": True, "device": "cuda", **between}
     plain = JaggedAttention(512, 4, **options).bfloat16()
     ours = copy.deepcopy(plain)
-    recipe = Recipe(name="block", rules=(Rule(**BLOCK),), attention="fp8", fuse_norms=True, fallback=False)
+    recipe = Recipe(name="block", rules=(Rule(**BLOCK),), attention="fp8", fallback=False)
     convert(ours, recipe)
     return plain, ours
 
