@@ -17,6 +17,8 @@ from gem_kernels.tiling import Tile
 LENGTHS = [3, 0, 17, 1, 9]
 ROWS, WIDTH, OUT, OTHERS = sum(LENGTHS), 24, 10, 2 * len(LENGTHS)
 EPS, BARE_EPS = 1e-3, 0.02
+RUNS = [("reference", torch.bfloat16), ("triton", torch.float32)]
+RUNS += [("triton", torch.bfloat16)] if torch.cuda.is_available() else []  # the interpreter takes its time
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -50,6 +52,12 @@ def saved_bytes(make):
         return make(), list(kept.values())
 
 
+def shared(some, others):
+    """Whether some are in the memory of others; all of them are alive."""
+    first, second = ({t.untyped_storage().data_ptr() for t in tensors} for tensors in (some, others))
+    return first & second
+
+
 def compare(got, expected, leaves, wide, dtype):
     for a, b in zip(got, expected, strict=True):
         assert relative_error(a, b) < TOLERANCE[dtype]
@@ -69,8 +77,7 @@ def normed(total, weight, bias, kind, eps):
     return y * weight + (0 if bias is None else bias)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("backend", "dtype"), RUNS)
 @pytest.mark.parametrize("sums", ["alone", "residual", "placed", "twice"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_a_product_of_normed_rows(kind, sums, dtype, backend, device):
@@ -109,12 +116,12 @@ def test_a_product_of_normed_rows(kind, sums, dtype, backend, device):
                 y, *rest = norm_rows_twice(x, weight, bias, bare_eps=BARE_EPS, **given)
             else:
                 y, *rest = norm_rows(x, weight, bias, **given)
-        make.rows = y.untyped_storage().data_ptr()
+        make.rows = [y]
         return late(y, b), *rest
 
     got, kept = saved_bytes(make)
     assert late.taken
-    assert make.rows not in {t.untyped_storage().data_ptr() for t in kept}
+    assert not shared(make.rows, kept)
     if sums == "twice":
         *got, bare = got
         assert (bare is None) == (backend == "reference")
@@ -123,8 +130,7 @@ def test_a_product_of_normed_rows(kind, sums, dtype, backend, device):
     compare(got, expected, leaves, list(wide.values()), dtype)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("backend", "dtype"), RUNS)
 @pytest.mark.parametrize(
     ("rows", "hidden", "heads", "dim"), [(9, 24, 2, 16), (30, 40, 3, 6), (5, 8, 2, 0), (0, 8, 1, 4)]
 )
@@ -145,12 +151,12 @@ def test_a_product_of_a_gate(rows, hidden, heads, dim, dtype, backend, device):
     def make():
         with poisoned():
             h, q = gated_heads(packed, hidden, heads, weight, bias=bias, eps=EPS, product=late, backend=backend)
-        make.h = h.untyped_storage().data_ptr()
+        make.rows = [h]
         return [late(h), q]
 
     got, kept = saved_bytes(make)
     assert late.taken
-    assert rows == 0 or make.h not in {t.untyped_storage().data_ptr() for t in kept}
+    assert rows == 0 or not shared(make.rows, kept)
     compare(got, expected, leaves, wide, dtype)
 
 
@@ -198,11 +204,10 @@ def test_where_a_mode_looks_on_it_is_an_ordinary_product(device):
     assert w.grad is not None
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("backend", "dtype"), RUNS)
 @pytest.mark.parametrize(
-    ("rows", "hidden", "heads", "dim"), [(9, 24, 2, 16), (30, 40, 3, 6), (5, 8, 2, 0), (0, 8, 1, 4)]
+    ("rows", "hidden", "heads", "dim", "late"),
+    [(9, 24, 2, 16, True), (20, 40, 3, 6, False), (5, 8, 2, 0, True), (0, 8, 1, 4, False)],
 )
 def test_a_gate_of_small_rows(rows, hidden, heads, dim, dtype, backend, late, device):
     """Results as ever; gradients as those of gate and up rounded by hand, and of heads as ever."""
@@ -221,14 +226,14 @@ def test_a_gate_of_small_rows(rows, hidden, heads, dim, dtype, backend, late, de
             h, q = gated_heads(
                 packed, hidden, heads, weight, bias=bias, eps=EPS, product=product, small=True, backend=backend
             )
-        make.rows = {t.untyped_storage().data_ptr() for t in (packed, *([h] if late else ()))}
+        make.rows = [packed, h] if late else [packed]
         return [h @ w.t() if product is None else product(h), q], h
 
     (got, h), kept = saved_bytes(make)
     ordinary = gated_heads(packed, hidden, heads, weight, bias=bias, eps=EPS, backend=backend)
     assert torch.equal(h, ordinary[0])
     assert torch.equal(got[1], ordinary[1])
-    assert rows == 0 or not make.rows & {t.untyped_storage().data_ptr() for t in kept}
+    assert rows == 0 or not shared(make.rows, kept)
     exact = packed.detach().double()
     parts = exact[:, : 2 * hidden].view(rows, 2, hidden)
     columns = gates._gate_tile(hidden, False).bn if backend == "triton" else hidden
@@ -258,8 +263,7 @@ def test_a_gate_of_small_rows(rows, hidden, heads, dim, dtype, backend, late, de
         assert relative_error(a, b) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("backend", "dtype"), RUNS)
 @pytest.mark.parametrize(
     ("turns", "normed", "amid"), [(1, True, True), (2, True, False), (0, True, True), (1, False, True)]
 )
@@ -290,12 +294,12 @@ def test_queries_and_keys_stand_for_what_they_were_made_of(turns, normed, amid, 
         with poisoned():
             y, *_ = norm_rows(x, gain, kind="rms", eps=EPS, product=late, backend=backend)
             qk, v = late.parts(y, (2 * heads * dim, heads * dim), bias.detach().to(dtype))
-            make.rows = {t.untyped_storage().data_ptr() for t in (y, qk)}
+            make.rows = [y, qk]
             return rotary_heads(qk, heads, weights, among=among, bias=bias, values=v, backend=backend, **options)
 
     got, kept = saved_bytes(make)
     if backend == "triton":
-        assert not make.rows & {t.untyped_storage().data_ptr() for t in kept}
+        assert not shared(make.rows, kept)
     compare(got, expected, leaves, list(wide.values()), dtype)
     with pytest.raises(ValueError, match="stand beside q and k"):
         rotary_heads(x, 1, [None, None], values=x)
