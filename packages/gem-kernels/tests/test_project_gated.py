@@ -48,7 +48,7 @@ def run(tensors, *, hidden, heads, biased, normed, behind, backend, again=False)
         backend=backend,
     )  # fmt: skip
     assert last.taken == (backend != "reference")
-    y = last(h, down, told if behind else None, other if behind else None)
+    y = last(h, down, None, told if behind else None, other if behind else None)
     return y, q
 
 

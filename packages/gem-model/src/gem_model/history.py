@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gem_model.batch import SequenceLike
 from gem_model.lanes import Lane
-from gem_model.projection import hooked, late_product, plain, project, project_bare, taken, with_bias
+from gem_model.projection import folded, hooked, late_product, plain, project, project_bare, taken, with_bias
 from gem_model.sharing import Requests
 
 ROPE_BASE = 10_000.0
@@ -132,6 +132,22 @@ def read_parts(
         return (layer(history.tokens),), None, history
     out, tokens = layer(history.tokens, history.whole.to(history.tokens.dtype))
     return (out,), None, history.settled(tokens)
+
+
+def rows_for(layer: NormLinear, history: History) -> tuple[Tensor, Tensor, Tensor, History] | None:
+    """What a layer multiplies, [T, d], by which weight, its bias, and the history settled, for who makes the product
+    and the bias's gradient himself; None where that is the layer's own affair, or rows are not to be kept for it.
+    """
+    norm, linear = layer.norm, layer.linear
+    if type(layer) is not NormLinear or hooked(layer) or hooked(norm) or not plain(linear) or linear.bias is None:
+        return None
+    if history.inside != "none" or history.seated:
+        return None
+    if history.bare is not None and history.more is None and _folds(layer, history.bare_eps):
+        return history.bare, *folded(layer), history.settled()
+    more = None if history.more is None else history.more.to(history.tokens.dtype)
+    out, tokens, _ = norm.rows(history.tokens, more, history.more_bias)  # type: ignore[operator]
+    return out, linear.weight, linear.bias, history.settled(tokens)  # type: ignore[return-value]
 
 
 def askers(x: Tensor, history: History) -> tuple[Tensor, Tensor, int]:

@@ -101,12 +101,17 @@ def project_bare(
     as :func:`project` gives it: W (g * x + h) + b = (W g) x + (W h + b). With the `tokens` whose LayerNorm with `eps`
     they are, the bare rows are not kept, but had from these again.
     """
-    norm, linear = layer.norm, layer.linear
-    weight, bias = _Folded.apply(linear.weight, linear.bias, norm.weight, norm.bias)
+    weight, bias = folded(layer)
     if tokens is None or bare.dtype != working_dtype(bare):
         return F.linear(bare, weight, bias.detach()), bias
     given = (weight.to(bare.dtype), bias.detach().to(bare.dtype), tokens.detach(), eps)
     return _BareProduct.apply(bare, *given), bias  # type: ignore[no-any-return]
+
+
+def folded(layer: NormLinear) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a projection that has taken over those of the LayerNorm before it."""
+    norm, linear = layer.norm, layer.linear
+    return _Folded.apply(linear.weight, linear.bias, norm.weight, norm.bias)  # type: ignore[no-any-return]
 
 
 class _BareProduct(torch.autograd.Function):

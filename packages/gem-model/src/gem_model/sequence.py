@@ -7,15 +7,27 @@ tokens.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gem_kernels import Among, LateProduct, block_attention, gated_heads, gdpa, jagged_attention, rotary_heads
+from gem_kernels import (
+    Among,
+    GatedDown,
+    LateProduct,
+    block_attention,
+    gated_heads,
+    gdpa,
+    jagged_attention,
+    project_gated,
+    project_rotary,
+    rotary_heads,
+)
 from gem_kernels.nn import NormLinear, RMSNorm
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
-from gem_model.history import History, Seats, answers, askers, read, read_parts, turns, uniform_offsets
+from gem_model.history import History, Seats, answers, askers, read, read_parts, rows_for, turns, uniform_offsets
 from gem_model.interaction import TokenMix
 from gem_model.projection import late_product, plain, project, project_apart, project_both, working_dtype
 
@@ -40,7 +52,13 @@ class PersonalisedFFN(nn.Module):
 
     The second term is a feed-forward network act(n K^T) V whose weights K, V in R^{P x d} each sample makes from its
     own non-sequence tokens, so that events are transformed in the light of the user and the candidate.
+
+    Attributes:
+        fused: both products at the gate are made with the gate in their registers (gem_kernels.project_gated), where
+            nothing wants them apart: no hook, no precision recipe, nothing that is written again instead of kept.
     """
+
+    fused = False
 
     def __init__(self, config: GemConfig) -> None:
         super().__init__()
@@ -57,15 +75,43 @@ class PersonalisedFFN(nn.Module):
 
     def forward(self, history: History, x_sum: Tensor) -> History:
         """Tokens [T, d]; x_sum [B, n_sum, d]."""
+        given = rows_for(self.up, history) if self._fuses else None
+        if given is not None:
+            return self._fused(*given, x_sum)
         packed, bias, history = read(self.up, history)
         late = None if history.inside == "none" else late_product(self.down, packed)
         hidden, q = self._parts(packed, bias, late, history.inside == "fp8")
         history.meet()  # X_sum, for which what precedes need not wait
         if not self.personal:
             return history.plus(*project(self.down, hidden, late))
-        k, v = self._personal(self._packed(x_sum))  # [B P, H, D]
-        told = self._transform(q, k, v, history).flatten(1)
+        told = self._told(q, history, x_sum)
         return history.plus(*project_both(self.down, hidden, self.out, told, late))
+
+    @property
+    def _fuses(self) -> bool:
+        if not self.fused or not plain(self.down) or self.down.bias is None:
+            return False
+        return not self.personal or (plain(self.out) and self.out.bias is not None)
+
+    def _fused(self, x: Tensor, weight: Tensor, bias: Tensor, history: History, x_sum: Tensor) -> History:
+        """The same of the rows x [T, d] that `up` multiplies."""
+        down, dtype = GatedDown(), working_dtype(x)
+        gain = self.norms.weights[0] if self.personal else None
+        x, weight = x.to(dtype), weight.to(dtype)
+        hidden, q = project_gated(x, weight, self.hidden, self.heads, gain, bias=bias, down=down)
+        history.meet()  # X_sum, for which what precedes need not wait
+        last = self.down.weight.to(dtype)
+        others: tuple[Tensor, ...] = ()
+        added: Tensor = self.down.bias
+        if self.personal:
+            others = (self._told(q, history, x_sum).to(dtype), self.out.weight.to(dtype))
+            added = added + self.out.bias
+        return history.plus(down(hidden, last, added.detach().to(dtype), *others), added)
+
+    def _told(self, q: Tensor, history: History, x_sum: Tensor) -> Tensor:
+        """What the sample tells its events, [T, d]."""
+        k, v = self._personal(self._packed(x_sum))  # [B P, H, D]
+        return self._transform(q, k, v, history).flatten(1)
 
     def _packed(self, x_sum: Tensor) -> Tensor:
         """W_kv (M X_sum) + b, [B P, 2 d]. M maps tokens and W_kv dims, so either may come first: W_kv does, on the
@@ -103,7 +149,13 @@ class HistoryAttention(nn.Module):
     which rotates by nothing. With ``events_attend=False`` (Kunlun's computation skip) the events stay as they are.
     Where all see the whole history, the queries alone are put together (`together`): one call, one gradient of keys and
     values.
+
+    Attributes:
+        fused: where they are, and nothing wants them apart, their projection is made with the heads' norms and rotation
+            in its registers (gem_kernels.project_rotary).
     """
+
+    fused = False
 
     def __init__(self, config: GemConfig, *, events_attend: bool) -> None:
         super().__init__()
@@ -121,6 +173,9 @@ class HistoryAttention(nn.Module):
     def forward(self, history: History, cls: Tensor) -> tuple[History, Tensor]:
         """Events [T, d] and CLS tokens [B, C, d] -> the same shapes."""
         if self.together and history.requests is None:
+            given = rows_for(self.qkv, history) if self.fused else None
+            if given is not None:
+                return self._fused(*given, cls)
             width = self.heads * self.head_dim
             parts, bias, history = read_parts(self.qkv, history, (2 * width, width) if history.inside == "fp8" else ())
             return self._together(parts, bias, history, cls)
@@ -160,17 +215,35 @@ class HistoryAttention(nn.Module):
         are [q || k || v], or [q || k] and v: then neither is kept but as they are after that.
         """
         packed, *values = parts
-        seats, count = self.with_seats(history, cls).seats, cls.shape[1]
-        assert seats is not None
-        q, k, v = rotary_heads(
-            packed,
-            self.heads,
-            self.norms.weights,
-            turns=turns(history, self.rotary),
-            among=Among(rows=self._asked(cls, packed.dtype), places=seats.events, others=seats.cls),
-            bias=bias,
-            values=values[0] if values else None,
+        history, how = self._seated(history, cls, packed.dtype)
+        heads = rotary_heads(
+            packed, self.heads, self.norms.weights, bias=bias, values=values[0] if values else None, **how
         )
+        return self._all(heads, history, cls)
+
+    def _fused(
+        self, x: Tensor, weight: Tensor, bias: Tensor, history: History, cls: Tensor
+    ) -> tuple[History, Tensor]:  # fmt: skip
+        """The same of the rows x [T, d] that `qkv` multiplies."""
+        dtype = working_dtype(x)
+        history, how = self._seated(history, cls, dtype)
+        x, weight = x.to(dtype), weight.to(dtype)
+        return self._all(
+            project_rotary(x, weight, self.heads, self.norms.weights, bias=bias, **how), history, cls
+        )  # fmt: skip
+
+    def _seated(self, history: History, cls: Tensor, dtype: torch.dtype) -> tuple[History, dict[str, Any]]:
+        """The history with seats, and how its heads turn and who stands among its queries."""
+        history = self.with_seats(history, cls)
+        assert history.seats is not None
+        among = Among(rows=self._asked(cls, dtype), places=history.seats.events, others=history.seats.cls)
+        return history, {"turns": turns(history, self.rotary), "among": among}
+
+    def _all(self, heads: tuple[Tensor, ...], history: History, cls: Tensor) -> tuple[History, Tensor]:
+        """What events and CLS tokens see: q of both, k and v."""
+        q, k, v = heads
+        seats, count = history.seats, cls.shape[1]
+        assert seats is not None
         seen = self._attend(q, k, v, seats.offsets, history, history.max_len + count)
         more, out_bias, told = project_apart(self.out, seen, seats.cls)
         return history.plus(more, out_bias, seats), cls + told.view(cls.shape)

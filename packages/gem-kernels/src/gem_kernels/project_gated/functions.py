@@ -38,10 +38,10 @@ class GatedDown:
         self._made: tuple[Tensor, Tensor | None] | None = None
 
     def __call__(
-        self, h: Tensor, weight: Tensor, told: Tensor | None = None, other: Tensor | None = None,
-        bias: Tensor | None = None,
+        self, h: Tensor, weight: Tensor, bias: Tensor | None = None, told: Tensor | None = None,
+        other: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """h [T, hidden], W [N, hidden], told [T, C], V [N, C] and b [N] of one dtype -> y [T, N].
+        """h [T, hidden], W [N, hidden], b [N], told [T, C] and V [N, C] of one dtype -> y [T, N].
 
         Raises:
             ValueError: where only one of told and V is given, or h is not the one that was made with this.

@@ -235,6 +235,10 @@ class PeerFFN(PersonalisedFFN):
 
     operators: Operators
 
+    @property
+    def _fuses(self) -> bool:
+        return self.operators.parts == "kernel" and super()._fuses
+
     def _parts(
         self, packed: Tensor, bias: Tensor | None, late: LateProduct | None = None, small: bool = False
     ) -> tuple[Tensor, Tensor]:
