@@ -99,11 +99,14 @@ class _Attend(torch.autograd.Function):
         ctx.longest, ctx.scale, ctx.heads = made.longest, scale, into.heads
         ctx.between = replace(into.between, gains=None)  # they are saved
         ctx.mark_non_differentiable(data, data_scale)
+        ctx.set_materialize_grads(False)  # zeros for Q(O) would be a pass over its bytes
         return out, data, data_scale
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, *_others: Any) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * 6
         *found, offsets, raw, q_gain, k_gain = ctx.saved_tensors
         dq, dk, dv = _backward(dout, None, tuple(found), offsets, offsets, ctx.longest, ctx.longest, ctx.scale)  # type: ignore[arg-type]
         gains = (q_gain, k_gain)
