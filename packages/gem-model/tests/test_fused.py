@@ -99,7 +99,7 @@ def test_on_a_card(graphs, monkeypatch):
     found = {fused: run(towers, fused, inputs, monkeypatch) for fused in (False, True)}
     for a, b, c in zip(*(outs + list(grads) for outs, grads in (exact, found[False], found[True])), strict=True):
         apart, together = relative_error(b, a), relative_error(c, a)
-        assert together < max(1.3 * apart, 0.01), (tuple(a.shape), apart, together)
+        assert together < max(1.5 * apart, 0.02), (tuple(a.shape), apart, together)
     if graphs:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
