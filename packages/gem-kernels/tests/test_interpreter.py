@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from gem_kernels import compile_check, interpreter
 from gem_kernels.dispatch import interpreting
+from gem_kernels.tiling import CompileCase, Tile
 
 
 def test_rounding_is_torchs():
@@ -57,6 +58,15 @@ def test_compile_check_builds_without_a_gpu():
     assert "wgmma" in result.stdout
     assert "spilled     0 B" in result.stdout
     assert "all built" in result.stdout
+
+
+def test_compile_check_of_no_kernel_is_a_mistake(monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    other = CompileCase(name="some kernel", kernel=None, signature={}, constants={}, tile=Tile(bm=64, bn=64))
+    monkeypatch.setattr(compile_check, "cases", lambda: iter([other]))
+    with pytest.raises(SystemExit, match="2"):
+        compile_check.main(["--match", "no such kernel"])
+    assert "no kernel's name contains 'no such kernel'" in capsys.readouterr().err
 
 
 def test_compile_check_refuses_to_interpret(monkeypatch, capsys):

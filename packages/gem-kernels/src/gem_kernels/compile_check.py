@@ -99,16 +99,17 @@ def _resources(ptx: str, arch: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m gem_kernels.compile_check", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m gem_kernels.compile_check", description=__doc__.split("\n\n")[0])
     parser.add_argument("--arch", type=int, action="append", help=f"may be repeated; default {ARCHES}")
     parser.add_argument("--match", default="", help="only the cases whose name contains this")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         parser.error("TRITON_INTERPRET=1 interprets kernels instead of compiling them; unset it")
+    found = [case for case in cases() if options.match in case.name]
+    if not found:
+        parser.error(f"no kernel's name contains {options.match!r}; without --match all of them are listed")
     failures = 0
-    for case in cases():
-        if options.match not in case.name:
-            continue
+    for case in found:
         for arch in options.arch or ARCHES:
             if arch not in case.arch:
                 continue

@@ -85,6 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
         was = before.get(case.name)
         says = "" if not options.against else "new" if was is None else "same" if was == found[case.name] else "CHANGED"
         print(f"{found[case.name]}  {case.name:52s}{says}", flush=True)
+    if not found:
+        parser.error(f"no kernel for sm_{options.arch} has a name with a match of {options.match!r}")
     options.file.write_text(json.dumps(found, indent=1) + "\n")
     changed = [name for name, value in found.items() if before.get(name, value) != value]
     if options.against:

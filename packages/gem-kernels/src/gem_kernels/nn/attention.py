@@ -93,16 +93,26 @@ class _Attention(nn.Module):
 
         Returns:
             [T, out_dim].
+
+        Raises:
+            ValueError: a context where none is wanted, or a part of it missing; else as the operator.
         """
         sizes = [self.heads, self.kv_heads, self.kv_heads]
         if self.crosses:
             if context is None or context_offsets is None or max_context is None:
-                raise ValueError("cross-attention needs context, context_offsets and max_context")
+                given = {"context": context, "context_offsets": context_offsets, "max_context": max_context}
+                missing = [name for name, value in given.items() if value is None]
+                raise ValueError(
+                    f"cross-attention needs context, context_offsets and max_context; missing: {', '.join(missing)}"
+                )
             q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
             k, v = self.kv(context).unflatten(-1, (-1, self.head_dim)).split(sizes[1:], dim=1)
         else:
             if context is not None:
-                raise ValueError("this module attends to itself; build it with context_dim to give it a context")
+                raise ValueError(
+                    f"this module attends to itself; got a context of shape {list(context.shape)}, "
+                    "for which it must be built with context_dim"
+                )
             q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(sizes, dim=1)
             context_offsets, max_context, context_positions = offsets, max_len, positions
         if self.q_norm is not None and self.k_norm is not None:
@@ -181,7 +191,7 @@ class GDPA(_Attention):
 
     def _attend(self, q, k, v, q_offsets, k_offsets, max_q, max_k, bias):  # type: ignore[no-untyped-def]
         if bias is not None:
-            raise ValueError("GDPA takes no bias")
+            raise ValueError(f"GDPA takes no bias; got one of shape {list(bias.shape)}")
         return gdpa(
             q,
             k,

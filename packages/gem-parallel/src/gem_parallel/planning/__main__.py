@@ -48,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NothingFitsError as error:
         print(f"nothing fits: {error}", file=sys.stderr)
         return 1
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        print(f"error: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{result}\nplanned in {time.perf_counter() - began:.2f} s")
