@@ -57,18 +57,18 @@ class GatedDown:
         name = dispatch.choose("project_gated", weight.t(), self.backend, features)
         return _Down.apply(h, weight, told, other, bias, packed, up_bias, hidden, name, self)  # type: ignore[no-any-return]
 
-    def give(self, packed: Tensor, bias: Tensor | None, hidden: int, backend: str | None) -> None:
+    def _give(self, packed: Tensor, bias: Tensor | None, hidden: int, backend: str | None) -> None:
         """What h was made of: [gate || up || ..], the projection's bias, whose gradient is wanted, and the backend that
         was asked for.
         """
         self.taken, self._packed = True, (packed, bias, hidden)
         self.backend = self.backend or backend
 
-    def leave(self, dpacked: Tensor, dbias: Tensor | None) -> None:
+    def _leave(self, dpacked: Tensor, dbias: Tensor | None) -> None:
         """Gradients whose columns of gate and up are there."""
         self._made = dpacked, dbias
 
-    def made(self) -> tuple[Tensor, Tensor | None] | None:
+    def _take(self) -> tuple[Tensor, Tensor | None] | None:
         """What was left, once."""
         made, self._made = self._made, None
         return made
@@ -91,7 +91,7 @@ class _Project(torch.autograd.Function):
         ctx.save_for_backward(x, weight, gain, bias, packed)
         ctx.rest, ctx.down = (hidden, heads, eps), down
         if down is not None:
-            down.give(packed, bias, hidden, asked)
+            down._give(packed, bias, hidden, asked)
         return h, q
 
     @staticmethod
@@ -99,7 +99,7 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor, dq: Tensor) -> tuple[Any, ...]:
         x, weight, gain, bias, packed = ctx.saved_tensors
         hidden, heads, eps = ctx.rest
-        made = None if ctx.down is None else ctx.down.made()
+        made = None if ctx.down is None else ctx.down._take()
         if made is None:
             dpacked, dbias = torch.empty_like(packed), _bias_gradient(bias)
             front = None if dbias is None else dbias[: 2 * hidden]
@@ -141,7 +141,7 @@ class _Down(torch.autograd.Function):
         backward = dispatch.module("project_gated", ctx.name).backward
         front = None if dbias is None else dbias[: 2 * hidden]
         dtold, made = backward(dy.contiguous(), both, packed, dpacked, front, hidden, again=h is None)
-        ctx.down.leave(dpacked, dbias)
+        ctx.down._leave(dpacked, dbias)
         dweight = dy.t() @ (made if h is None else h) if ctx.needs_input_grad[1] else None
         dother = dy.t() @ told if ctx.needs_input_grad[3] else None
         if told is None:
