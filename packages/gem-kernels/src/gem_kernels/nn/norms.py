@@ -99,7 +99,18 @@ class LayerNorm(nn.LayerNorm):
 
 
 class NormLinear(nn.Module):
-    """y = W norm(x) + b. One module, so that a recipe can fuse the norm into the projection's input quantisation."""
+    """y = W norm(x) + b. One module, so that a recipe can fuse the norm into the projection's input quantisation.
+
+    Args:
+        in_features: width of x.
+        out_features: width of y.
+        bias: whether there is a b.
+        norm: "rms" (`RMSNorm`) or "layer" (`LayerNorm`).
+        eps: added to the mean square, or to the variance.
+
+    Raises:
+        ValueError: another norm.
+    """
 
     def __init__(
         self,
