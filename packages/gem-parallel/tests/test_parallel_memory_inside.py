@@ -132,7 +132,7 @@ def test_where_nothing_can_it_is_said():
 
 KERNELS = """
     import torch
-    from gem_kernels import LateProduct, gated_heads, gdpa, norm_rows
+    from gem_kernels import LateProduct, gated_heads, gdpa, norm_rows, rotary_heads
     from gem_kernels.nn import NormLinear
     from gem_kernels.stream import norm_rows_twice
     from gem_model.projection import project_bare, project_both
@@ -175,7 +175,13 @@ KERNELS = """
         if bare is None:  # under a mode that counts bytes
             bare = torch.nn.functional.layer_norm(total, (D,), eps=1e-5)
         packed, bias = project_bare(next_up, bare, total if late else None, 1e-5)
-        return y + feed(packed, bias, total) + total
+        third = product(up.linear.weight)
+        n, total, _ = norm_rows(total, gain, shift, product=third, **rows)
+        whole = times(third, n, up.linear) if third is None else None
+        qk, v = (whole, None) if third is None else third.parts(n, (2 * D, D), up.linear.bias.detach())
+        q, k, v = rotary_heads(qk, H, (head, head), bias=up.linear.bias, values=v, **kinds)
+        seen = gdpa(q, k, v, offsets, offsets, 7, 7, **kinds).flatten(1)
+        return y + feed(packed, bias, total) + total + seen
 
     def run(names, late):
         sizes = ((1, T), (2, T + 2))
@@ -196,7 +202,8 @@ KERNELS = """
     names = [c.name for c in found[True][1] if c.nbytes]
     print(*sorted(names))
     spared = found[False][0] - found[True][0]
-    assert spared == 4 * (T * D * (3 + 2) - 3 * D), spared  # rows of three norms and two gates; a bias is kept
+    # rows of four norms, two gates and [q || k]; kept are a bias and two numbers of each head instead
+    assert spared == 4 * (T * D * (4 + 2 + 2) - 3 * D - 2 * T * H), spared
     plain, want = run((), False), run((), True)
     for a, b in zip(plain, want, strict=True):
         assert (a - b).norm() <= 1e-5 * a.norm()
@@ -218,4 +225,4 @@ def test_the_kernels_results_are_had_again_beside_it():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[0] == "gate#0 gate#1 gdpa#0 gdpa#1 linear#0 linear#1"
+    assert done.stdout.split("\n")[0] == "gate#0 gate#1 gdpa#0 gdpa#1 linear#0 linear#1 linear#2"

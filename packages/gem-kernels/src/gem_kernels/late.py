@@ -89,7 +89,7 @@ class _Parts(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, late: LateProduct, sizes: list[int]
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(weight, bias)
-        ctx.late = late
+        ctx.late, ctx.sizes = late, sizes
         biases = [None] * len(sizes) if bias is None else bias.split(sizes)
         return tuple(F.linear(x, w, b) for w, b in zip(weight.split(sizes), biases, strict=True))
 

@@ -196,6 +196,18 @@ def _late(ctx: Any) -> Outputs:
     return (functional.linear(x, weight, bias),)
 
 
+def _last_part(ctx: Any) -> Outputs:
+    """Of a late product in parts the last one, v beside [q || k]."""
+    found = _operand(ctx)
+    assert found is not None
+    node, number, recipe = found
+    x, (weight, bias) = recipe.again(node)[number], ctx.saved_tensors
+    assert x is not None
+    size = ctx.sizes[-1]
+    part = functional.linear(x, weight[-size:], None if bias is None else bias[-size:])
+    return *(None,) * (len(ctx.sizes) - 1), part
+
+
 def _bare(ctx: Any) -> Outputs:
     weight, tokens, bias = ctx.saved_tensors
     return (functional.linear(_module(ctx).layer_norm(tokens, eps=ctx.eps), weight, bias),)
@@ -231,6 +243,9 @@ RECIPES = {
         label="gate", again=_gated, which=lambda ctx: (0, 1) if ctx.product is None else (1,)
     ),
     "gem_kernels.late._Product": Recipe(label="linear", again=_late, which=lambda ctx: (0,) if _operand(ctx) else ()),
+    "gem_kernels.late._Parts": Recipe(
+        label="linear", again=_last_part, which=lambda ctx: (len(ctx.sizes) - 1,) if _operand(ctx) else ()
+    ),
     "gem_model.projection._BareProduct": Recipe(label="linear", again=_bare),
     "gem_kernels.projections.rotary._Rotary": Recipe(label="rotary", again=_rotary, which=_turned),
     "gem_kernels::gdpa": Recipe(label="gdpa", again=lambda ctx: (_forward(ctx, *ctx.saved_tensors, *ctx.rest),)),
