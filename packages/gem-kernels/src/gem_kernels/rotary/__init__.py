@@ -121,7 +121,21 @@ def rote(x: Tensor, elapsed: Tensor, *, t_scale: float, base: float = 10000.0, b
 
 
 def rote_positions(elapsed: Tensor, t_scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """ROTE's positions, log(1 + elapsed / t_scale): for `rope`, and for `Rope` where an operator fuses it."""
+    """ROTE's positions, log(1 + elapsed / t_scale): for `rope`, and for `Rope` where an operator fuses it.
+
+    Args:
+        elapsed: [T], any numbers from 0 on, in seconds say.
+        t_scale: what is added to 1 in the same unit; above 0.
+        dtype: of the result, and of the arithmetic.
+
+    Returns:
+        [T].
+
+    Raises:
+        ValueError: a t_scale that is not positive and finite.
+
+    Source: Meta's Kunlun.
+    """
     check_number("t_scale", t_scale, positive=True)
     return torch.log1p(elapsed.to(dtype) / t_scale)
 
