@@ -29,6 +29,9 @@ POLICIES = {
     "results and fp8": MemoryConfig(
         policy="regions", budget=0.9, recompute_min_kib=0.1, quantise="fp8", quantise_min_kib=1
     ),
+    "inside": MemoryConfig(inside="exact"),
+    "inside fp8": MemoryConfig(inside="fp8"),
+    "inside and results": MemoryConfig(policy="uniform", budget=0.8, recompute_min_kib=0.1, inside="exact"),
 }
 on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -114,7 +117,8 @@ def trained(config, replay, device="cpu"):
 
 
 def compare(rows, wanted, config):
-    exact = config.quantise == "none"
+    exact = config.quantise == config.inside == "none"
+    limit = 0.1 if config.quantise != "none" or config.inside == "fp8" else 1e-3  # rows that are normed once more
     for want, got in zip(wanted, rows, strict=True):
         assert want.keys() == got.keys()
         assert torch.equal(want["numbers"], got["numbers"])
@@ -123,8 +127,8 @@ def compare(rows, wanted, config):
         else:
             whole = sum(float(w.double().square().sum()) for w in want.values())
             wrong = sum(float((want[n].double() - got[n].double()).square().sum()) for n in want)
-            assert wrong < 0.1**2 * whole
-            assert wrong > 0 or config.policy != "keep", "a plan may have packed nothing"
+            assert wrong < limit**2 * whole
+            assert wrong > 0 or config.policy != "keep" or limit < 0.1, "a plan may have packed nothing"
     assert not torch.equal(rows[0]["logits"], rows[1]["logits"]), "dropout follows the seed"
 
 

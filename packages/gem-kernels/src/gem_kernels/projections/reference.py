@@ -74,13 +74,13 @@ def gated_small(
     """As the kernels' of this name: h, q, gate and up in E4M3, and what multiplies the heads."""
     h, q = gated_heads(packed, hidden, heads, weight, eps)
     work = torch.promote_types(packed.dtype, torch.float32)
-    small = tuple(
-        torch.cat(pair, 1) for pair in zip(*map(shrunk, packed[:, : 2 * hidden].split(hidden, 1)), strict=True)
-    )
+    rows = packed.shape[0]
+    data, powers = shrunk(packed[:, : 2 * hidden].reshape(2 * rows, hidden))
+    small = data.view(rows, 2 * hidden), powers.view(rows, 2)
     if weight is None:
-        return h, q.clone(), small, None  # type: ignore[return-value]
+        return h, q.clone(), small, None
     rest = packed[:, 2 * hidden :].unflatten(1, (heads, -1)).to(work)
-    return h, q, small, (rest.square().mean(-1) + eps).rsqrt()  # type: ignore[return-value]
+    return h, q, small, (rest.square().mean(-1) + eps).rsqrt()
 
 
 def gated_small_backward(
