@@ -89,6 +89,6 @@ def compile_cases() -> list[CompileCase]:
         types |= {"log_first": "fp32", "log_second": "fp32"}
         cases.append(CompileCase(
             f"project_rotary hopper {name}", kernel, types, constants, Tile(bm=ROWS.value, bn=COLUMNS.value),
-            tuple(n for n in types if n.endswith("_ptr")), (90,), source,
+            ("width", *(n for n in types if n.endswith("_ptr"))), (90,), source,
         ))  # fmt: skip
     return cases

@@ -62,25 +62,31 @@ def _frequencies(like, column, at: gl.constexpr, half_of_heads, log_bases, DIM: 
 
 
 @gluon.jit
-def _turned(x, row, tokens, column, at: gl.constexpr, frequency, places, half_of_heads, TURNS: gl.constexpr):
-    """[ROWS, HALF] with its pairs turned by their rows' positions."""
+def _position(like, row, tokens, column, at: gl.constexpr, places, half_of_heads, TURNS: gl.constexpr):
+    """Of the rows, by which a half tile that begins at column `at` of the tile turns."""
     first_ptr, second_ptr = places
-    even, odd = _pairs(x)
-    r = row + gl.arange(0, ROWS, gl.SliceLayout(1, even.type.layout))
+    r = row + gl.arange(0, ROWS, gl.SliceLayout(1, like.type.layout))
+    if TURNS == 0:
+        return gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, like.type.layout))
     place = gl.load(first_ptr + r, mask=r < tokens, other=0).to(gl.float32)
     if TURNS == 2:
         other = gl.load(second_ptr + r, mask=r < tokens, other=0).to(gl.float32)
         place = gl.where(column * COLUMNS + at < half_of_heads, place, other)
+    return place
+
+
+@gluon.jit
+def _turned(x, place, frequency):
+    """[ROWS, HALF] with its pairs turned by place * frequency."""
+    even, odd = _pairs(x)
     cos, sin = _cos_sin(place[:, None] * frequency[None, :])
     return gl.reshape(gl.join(even * cos - odd * sin, even * sin + odd * cos), [ROWS, HALF])
 
 
 @gluon.jit
-def _told(
-    left, right, given, row, tokens, inside, width, eps, DIM: gl.constexpr, NORM: gl.constexpr, TURNS: gl.constexpr
-):  # fmt: skip
+def _told(left, right, given, eps, DIM: gl.constexpr, NORM: gl.constexpr, TURNS: gl.constexpr):
     """The two halves of a tile of q or k as attention reads them."""
-    left_gain, right_gain, left_frequency, right_frequency, first_ptr, second_ptr = given
+    left_gain, right_gain, left_frequency, right_frequency, left_place, right_place = given
     if NORM:
         squares = gl.sum(left * left, 1)
         others = gl.sum(right * right, 1)
@@ -90,24 +96,32 @@ def _told(
         left = left * gl.rsqrt(squares / DIM + eps)[:, None] * left_gain[None, :]
         right = right * gl.rsqrt(others / DIM + eps)[:, None] * right_gain[None, :]
     if TURNS > 0:
-        first_heads = width // DIM // 2 * DIM
-        at = (first_ptr, second_ptr)
-        left = _turned(left, row, tokens, inside, 0, left_frequency, at, first_heads, TURNS)
-        right = _turned(right, row, tokens, inside, HALF, right_frequency, at, first_heads, TURNS)
+        left = _turned(left, left_place, left_frequency)
+        right = _turned(right, right_place, right_frequency)
     return left, right
 
 
 @gluon.jit
-def _scatter(part, q_ptr, places_ptr, row, tokens, column, width, buffers, W: gl.constexpr, n, OUT: gl.constexpr):
-    """As `put`, each row to the one that `places_ptr` names."""
+def _seats(seats_ptr, row, tokens, AMONG: gl.constexpr):
+    """Where the rows of a tile of q go, in the layout in which they are stored."""
+    RL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = row + gl.arange(0, ROWS, gl.SliceLayout(1, RL))
+    if AMONG:
+        return gl.load(seats_ptr + r, mask=r < tokens, other=0).to(gl.int64), r < tokens
+    else:
+        return r.to(gl.int64), r < tokens
+
+
+@gluon.jit
+def _scatter(part, q_ptr, seats, column, width, buffers, W: gl.constexpr, n, OUT: gl.constexpr):
+    """As `put`, each row to its seat."""
+    seat, inside = seats
     buf = buffers.index(W * OUT + n % OUT)
     tma.store_wait(0)  # copies are fewer than parts
     buf.store(part)
     RL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    r = row + gl.arange(0, ROWS, gl.SliceLayout(1, RL))
     c = column + gl.arange(0, HALF, gl.SliceLayout(0, RL))
-    place = gl.load(places_ptr + r, mask=r < tokens, other=0).to(gl.int64)
-    gl.store(q_ptr + (place * width)[:, None] + c[None, :], buf.load(RL), mask=(r < tokens)[:, None])
+    gl.store(q_ptr + (seat * width)[:, None] + c[None, :], buf.load(RL), mask=inside[:, None])
     return n + 1
 
 
@@ -143,13 +157,17 @@ def _consumer(
     right_frequency = _frequencies(even, inside, HALF, width // DIM // 2 * DIM, log_bases, DIM, TURNS)
     mbarrier.wait(weight, 0)
     for tile in range(first + W * across, tiles, NC * across):
+        row = tile * ROWS  # what is loaded by rows comes while the products are made
+        at = (first_ptr, second_ptr)
+        left_place = _position(even, row, tokens, inside, 0, at, width // DIM // 2 * DIM, TURNS)
+        right_place = _position(even, row, tokens, inside, HALF, at, width // DIM // 2 * DIM, TURNS)
+        seats = _seats(seats_ptr, row, tokens, AMONG)
         acc = product(x_buf, w_buf, full, empty, step, STEPS, SLOTS, PHASES, True, AL)
         step += NC * STEPS
         left, right = halves(acc)
         if BIAS:
             left += left_bias[None, :]
             right += right_bias[None, :]
-        row = tile * ROWS
         raw = left.to(packed_desc.dtype)
         n = put(raw, packed_desc, row, column * COLUMNS, out, W, n, OUT)
         left = raw.to(gl.float32)
@@ -158,8 +176,8 @@ def _consumer(
         right = raw.to(gl.float32)
         if part < 2:
             here = inside * COLUMNS
-            given = (left_gain, right_gain, left_frequency, right_frequency, first_ptr, second_ptr)
-            a, b = _told(left, right, given, row, tokens, inside, width, eps, DIM, NORM, TURNS)
+            given = (left_gain, right_gain, left_frequency, right_frequency, left_place, right_place)
+            a, b = _told(left, right, given, eps, DIM, NORM, TURNS)
             a = a.to(packed_desc.dtype)
             b = b.to(packed_desc.dtype)
             if part == 1:
@@ -167,8 +185,8 @@ def _consumer(
                 n = put(b, k_desc, row, here + HALF, out, W, n, OUT)
             else:
                 if AMONG:
-                    n = _scatter(a, q_ptr, seats_ptr, row, tokens, here, width, out, W, n, OUT)
-                    n = _scatter(b, q_ptr, seats_ptr, row, tokens, here + HALF, width, out, W, n, OUT)
+                    n = _scatter(a, q_ptr, seats, here, width, out, W, n, OUT)
+                    n = _scatter(b, q_ptr, seats, here + HALF, width, out, W, n, OUT)
                 else:
                     n = put(a, q_desc, row, here, out, W, n, OUT)
                     n = put(b, q_desc, row, here + HALF, out, W, n, OUT)
