@@ -32,7 +32,7 @@ from gem_parallel.memory.quantise import Quantiser
 from gem_parallel.memory.regions import Regions
 from gem_parallel.planning.topology import Topology
 from gem_parallel.runtime import Runtime
-from gem_parallel.shards import global_shape, local_shards
+from gem_parallel.shards import copy_into
 from gem_parallel.sparse.copied import CopiedTables
 from gem_parallel.sparse.fully_sharded import FullyShardedTables
 from gem_parallel.sparse.groups import flat_weights, kernels, make_table_groups, table_batch
@@ -218,7 +218,7 @@ class ParallelModel:
             if missing or (unknown and part == "model"):
                 raise ValueError(f"load_state_dict: {part}: missing {missing}, unknown {unknown}")
             for name, tensor in target.items():
-                _copy(tensor, source[name], f"{part}: {name}")
+                copy_into(tensor, source[name], f"{part}: {name}")
         if self.fully_sharded is None:
             self.sparse_optimizer.post_load_state_dict()
 
@@ -395,20 +395,3 @@ def _check_roles(model: nn.Module, roles: Mapping[str, str], tables: Mapping[str
     unknown = sorted(set(roles) - names)
     if unknown:
         raise ValueError(f"roles names parameters that the model lacks: {unknown}")
-
-
-@torch.no_grad()
-def _copy(target: Any, source: Any, name: str) -> None:
-    if global_shape(target) != global_shape(source):
-        raise ValueError(f"load_state_dict: {name}: expected shape {global_shape(target)}, got {global_shape(source)}")
-    whole = type(source) in (torch.Tensor, nn.Parameter)
-    theirs = [] if whole else list(local_shards(source))
-    for index, (block, offset) in enumerate(local_shards(target)):
-        if whole:
-            part = source[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))]
-        else:
-            part, other = theirs[index]
-            if other != offset or part.shape != block.shape:
-                raise ValueError(f"load_state_dict: {name}: laid out otherwise; load through a Checkpointer instead")
-        if part.data_ptr() != block.data_ptr():
-            block.detach().copy_(part)

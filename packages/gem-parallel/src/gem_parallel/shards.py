@@ -34,3 +34,25 @@ def local_shards(tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
             yield local, tuple(offset)
     else:
         yield tensor, (0,) * tensor.dim()
+
+
+@torch.no_grad()
+def copy_into(target: Any, source: Any, name: str) -> None:
+    """Copy `source`, whole or laid out like `target`, into the live tensor `target`; `name` is for messages.
+
+    Raises:
+        ValueError: another shape, or another layout.
+    """
+    if global_shape(target) != global_shape(source):
+        raise ValueError(f"load_state_dict: {name}: expected shape {global_shape(target)}, got {global_shape(source)}")
+    whole = type(source) in (torch.Tensor, torch.nn.Parameter)
+    theirs = [] if whole else list(local_shards(source))
+    for index, (block, offset) in enumerate(local_shards(target)):
+        if whole:
+            part = source[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))]
+        else:
+            part, other = theirs[index]
+            if other != offset or part.shape != block.shape:
+                raise ValueError(f"load_state_dict: {name}: laid out otherwise; load through a Checkpointer instead")
+        if part.data_ptr() != block.data_ptr():
+            block.detach().copy_(part)

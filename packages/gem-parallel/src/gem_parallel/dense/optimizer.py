@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gem_parallel.shards import copy_into
+
 if TYPE_CHECKING:
     from gem_parallel.parallel import ParallelModel
 
@@ -68,8 +70,6 @@ def load_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer,
     Raises:
         ValueError: names or groups that do not match.
     """
-    from gem_parallel.parallel import _copy
-
     live = optimizer_state(model, optimizer)
     missing, unknown = live["state"].keys() - state["state"].keys(), state["state"].keys() - live["state"].keys()
     if missing or unknown:
@@ -79,7 +79,7 @@ def load_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer,
         name, key = path.rsplit("/", 1)
         target = live["state"][path]
         if isinstance(target, torch.Tensor):
-            _copy(target, value, path)
+            copy_into(target, value, path)
         else:
             optimizer.state[by_name[name]][key] = value
     for index, group in enumerate(optimizer.param_groups):
