@@ -273,7 +273,12 @@ def test_exit_status(tmp_path, capsys):
     assert main([model, str(tmp_path / "absent.toml"), "--batch", "64"]) == 2
     (tmp_path / "m.toml").write_text('name = "x"\n[[layers]]\nname = "a"\nflop = 1.0\n')
     assert main([str(tmp_path / "m.toml"), host, "--batch", "64"]) == 2
-    assert "m.toml: not a model" in capsys.readouterr().err
+    assert "m.toml: not a model: unknown key 'flop'; did you mean 'flops'? (LayerSpec has: " in capsys.readouterr().err
+    assert main([model, str(tmp_path / "m.toml"), "--batch", "64"]) == 2
+    assert "m.toml: not a topology: unknown key 'name'" in capsys.readouterr().err
+    (tmp_path / "t.toml").write_text('device = "x"\n[[tiers]]\nname = "a"\nsize = 2\n')
+    assert main([model, str(tmp_path / "t.toml"), "--batch", "64"]) == 2
+    assert "t.toml: not a topology: Tier needs bandwidth_gbps" in capsys.readouterr().err
 
 
 def test_planning_needs_no_torch():

@@ -76,7 +76,7 @@ def inspect(log: EventLog | str | Path) -> str:
     first, last = (datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M:%S") for t in s["time"])
     lines = [
         f"{s['folder']}: schema {log.schema.name!r}, fingerprint {s['fingerprint']}",
-        f"{s['rows']:,} events of {s['users']:,} users in {_counted(s['parts'], 'part')} and "
+        f"{_counted(s['rows'], 'event')} of {_counted(s['users'], 'user')} in {_counted(s['parts'], 'part')} and "
         f"{_counted(s['generations'], 'generation')}, {s['bytes'] / 2**20:,.1f} MiB",
         f"from {first} to {last} UTC",
         f"{s['sharing']:.2f} impressions a request",
@@ -115,7 +115,7 @@ def _schema_lines(schema: Schema) -> list[str]:
 def _histogram_lines(bins: list[dict[str, int]]) -> list[str]:
     most = max((b["users"] for b in bins), default=1) or 1
     return [
-        f"{b['from']:>9,} to {b['to']:<9,}{'#' * -(-b['users'] * BAR // most):<{BAR}} {b['users']:,} users"
+        f"{b['from']:>9,} to {b['to']:<9,}{'#' * -(-b['users'] * BAR // most):<{BAR}} {_counted(b['users'], 'user')}"
         for b in bins
     ]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gem_parallel.planning.spec import require
+from gem_parallel.planning.fields import made, require
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -131,7 +131,7 @@ class Profile:
                 collectives += data.pop("collectives", ())
                 sources.append(str(data.pop("source", path)))
                 values |= data
-                cls(**data)
+                made(cls, data)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}: not a profile: {error}") from error
         try:

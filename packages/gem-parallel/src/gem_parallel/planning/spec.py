@@ -8,11 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-
-def require(ok: bool, what: str) -> None:
-    """Raise ValueError(what) unless ok."""
-    if not ok:
-        raise ValueError(what)
+from gem_parallel.planning.fields import made, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +148,8 @@ class ModelSpec:
         with open(path, "rb") as file:
             data: dict[str, Any] = tomllib.load(file)
         try:
-            layers = tuple(LayerSpec(**layer) for layer in data.pop("layers", ()))
-            tables = tuple(TableSpec(**table) for table in data.pop("tables", ()))
-            return cls(layers=layers, tables=tables, **data)
+            layers = tuple(made(LayerSpec, layer) for layer in data.pop("layers", ()))
+            tables = tuple(made(TableSpec, table) for table in data.pop("tables", ()))
+            return made(cls, {"layers": layers, "tables": tables, **data})
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a model: {error}") from error

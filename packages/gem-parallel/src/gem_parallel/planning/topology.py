@@ -7,6 +7,8 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gem_parallel.planning.fields import made
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
@@ -132,14 +134,14 @@ class Topology:
         """Read what `to_toml` writes.
 
         Raises:
-            ValueError: a key that is missing or unknown, naming the file.
+            ValueError: a key that is missing, unknown or out of range, naming the file.
         """
         with open(path, "rb") as file:
             data = tomllib.load(file)
         try:
-            tiers = tuple(Tier(**tier) for tier in data.pop("tiers", ()))
-            return cls(tiers=tiers, notes=tuple(data.pop("notes", (f"read from {path}",))), **data)
-        except TypeError as error:
+            tiers = tuple(made(Tier, tier) for tier in data.pop("tiers", ()))
+            return made(cls, {"tiers": tiers, "notes": tuple(data.pop("notes", (f"read from {path}",))), **data})
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a topology: {error}") from error
 
     def to_toml(self, path: str | Path) -> None:
