@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -64,6 +65,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a row per implementation; 1 when one of them computed something else."""
     with start(args.device) as runtime:
+        if runtime.world == 1:
+            _say(runtime, "one process: nothing travels. Run it under torchrun to measure collectives.")
         rows: list[dict[str, Any]] = []
         good = True
         for part in args.parts:
@@ -224,9 +227,10 @@ def _row(
             "gemm": beside,
         }
     )
+    share = "–" if math.isnan(beside) else f"{beside:.1%}"  # without a card there is no product beside it
     _say(
         runtime,
-        f"{name:28} {mib:>6} {ms:>8.3f} {nbytes / ms / 1e6:>8.1f} {beside:>18.1%}  {error:.1e}"
+        f"{name:28} {mib:>6} {ms:>8.3f} {nbytes / ms / 1e6:>8.1f} {share:>18}  {error:.1e}"
         + ("" if right else "  WRONG: not timed"),
     )
     _save(args, runtime, rows)
