@@ -32,7 +32,8 @@ from gem_train.inputs import model_inputs
 
 SAMPLES = 1024  # training rows that stand for all of them
 # Bytes of a kept number. In bf16 fitted to the preset large on an H200, which keeps 321 MiB a sample with half-filled
-# histories (docs/benchmarks/earlier/memory-large-h200-2026-11-30.json): fused kernels keep less than `activations` counts.
+# histories (docs/benchmarks/earlier/memory-large-h200-2026-11-30.json): fused kernels keep less than `activations`
+# counts.
 KEPT_BYTES = {"fp32": 4.0, "bf16": 1.85}
 INPUTS = "inputs"  # the unit that holds what belongs to none: embeddings to tokens
 
