@@ -47,7 +47,7 @@ class Dense:
     k_lengths: Tensor  # [B, 1, 1, 1]
     q_index: (
         Tensor | None
-    )  # [Tq, H], where each row of each head lands; None for learned queries shared by every sample
+    )  # [Tq, H], where each row of each head lands; None for learned queries that all samples share
     shape: tuple[int, int, int, int]  # B, H, Lq, Lk
 
     def scores(self, scale: float) -> Tensor:

@@ -170,9 +170,8 @@ def _constant(
 def choose(op: str, q: Tensor, backend: str | None, features: tuple[str, ...]) -> str:
     """`why(...).backend`, for the operators: also under torch.compile, where the answer is a constant of the graph."""
     if torch.compiler.is_compiling():
-        head_dim = len(
-            range(q.shape[-1])
-        )  # makes a number of what may be symbolic; kernels are built per head dimension
+        # Kernels are built per head dimension: this makes a number of what may be symbolic.
+        head_dim = len(range(q.shape[-1]))
         return _constant(op, str(q.device), q.dtype, head_dim, features, backend)
     return _name(op, q.device, q.dtype, q.shape[-1], features, backend, interpreting())
 

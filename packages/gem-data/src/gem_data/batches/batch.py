@@ -54,9 +54,8 @@ class JaggedSequence:
     time: Tensor  # [T] int64 seconds, ascending inside a sample
     offsets: Tensor  # [B + 1] int64
     max_len: int  # of the longest history, 0 where all are empty
-    lists: dict[str, JaggedIds] = field(
-        default_factory=dict
-    )  # "ids" columns: any number of ids for each of the T events
+    # "ids" columns: any number of ids for each of the T events
+    lists: dict[str, JaggedIds] = field(default_factory=dict)
 
     def _map(self, f: Map) -> JaggedSequence:
         return _mapped(self, f)

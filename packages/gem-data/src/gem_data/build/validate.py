@@ -29,9 +29,8 @@ class Validated:
     reasons: NDArray[np.int8]
     where: list[str]  # the column, "" for a duplicate
     texts: dict[str, dict[int, str]] = field(default_factory=dict)  # column -> key -> text
-    keys: dict[str, tuple[Array, Array]] = field(
-        default_factory=dict
-    )  # column -> distinct keys, counts; with duplicates
+    # column -> distinct keys, counts; with duplicates
+    keys: dict[str, tuple[Array, Array]] = field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
         """Rejected rows by reason."""

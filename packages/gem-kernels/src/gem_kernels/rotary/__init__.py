@@ -157,13 +157,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     (positions,) = ctx.saved_tensors
-    return (
-        _rotate(dy, positions, ctx.base, not ctx.inverse, ctx.backend),
-        None,
-        None,
-        None,
-        None,
-    )  # the transpose is the inverse
+    dx = _rotate(dy, positions, ctx.base, not ctx.inverse, ctx.backend)  # the transpose is the inverse
+    return dx, None, None, None, None
 
 
 _rotate.register_autograd(_autograd, setup_context=_setup)
