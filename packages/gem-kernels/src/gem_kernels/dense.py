@@ -45,9 +45,7 @@ class Dense:
     v: Tensor  # [B, Hkv, Lk, D]
     q_lengths: Tensor  # [B, 1, 1, 1]
     k_lengths: Tensor  # [B, 1, 1, 1]
-    q_index: (
-        Tensor | None
-    )  # [Tq, H], where each row of each head lands; None for learned queries that all samples share
+    q_index: Tensor | None  # [Tq, H], where each row of each head lands; None for learned queries
     shape: tuple[int, int, int, int]  # B, H, Lq, Lk
 
     def scores(self, scale: float) -> Tensor:
