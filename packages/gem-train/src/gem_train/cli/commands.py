@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gem_train import recipes as registry
 from gem_train.config import RunConfig, from_toml, override, to_toml
+from gem_train.config.tree import suggest
 from gem_train.errors import UserError
 
 if TYPE_CHECKING:
@@ -216,11 +217,13 @@ def config_of(arguments: argparse.Namespace, *, data: bool = True, or_run: bool 
     """
     if bool(arguments.recipe) == bool(arguments.config):
         raise UserError("name either a RECIPE (see `gem-train recipes`) or a --config FILE")
-    if arguments.recipe and arguments.recipe not in registry.names():
-        if Path(arguments.recipe).is_file():
-            raise UserError(f"{arguments.recipe!r} is a file, no recipe; name it by --config")
+    named, known = arguments.recipe, registry.names()
+    if named and named not in known:
+        if Path(named).is_file():
+            raise UserError(f"{named!r} is a file, no recipe; name it by --config")
         if or_run:
-            raise UserError(f"{arguments.recipe!r} is no run folder, and no recipe: {', '.join(registry.names())}")
+            meant = suggest(named, known)
+            raise UserError(f"{named!r} is no run folder, and no recipe{meant} (there are: {', '.join(known)})")
     base = from_toml(RunConfig, Path(arguments.config)) if arguments.config else registry.load(arguments.recipe)
     config = override(base, arguments.set)
     if data:
