@@ -79,9 +79,8 @@ def test_the_same_in_float64(personal, bare, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graphs", [False, True])
-def test_on_a_card(graphs, monkeypatch):
-    """BF16 at the width of "large", against float64, as close as apart; and the same bits from a graph."""
+def test_on_a_card(monkeypatch):
+    """BF16 at the width of "large", against float64, as close as apart; and the same bits again."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     config = preset("large", layers=2, recent=4)
@@ -100,14 +99,6 @@ def test_on_a_card(graphs, monkeypatch):
     for a, b, c in zip(*(outs + list(grads) for outs, grads in (exact, found[False], found[True])), strict=True):
         apart, together = relative_error(b, a), relative_error(c, a)
         assert together < max(1.5 * apart, 0.02), (tuple(a.shape), apart, together)
-    if graphs:
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            run(towers, True, inputs, monkeypatch)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            outs, grads = run(towers, True, inputs, monkeypatch)
-        graph.replay()
-        for a, b in zip([*outs, *grads], [*found[True][0], *found[True][1]], strict=True):
-            assert torch.equal(a, b)
+    again = run(towers, True, inputs, monkeypatch)
+    for a, b in zip([*again[0], *again[1]], [*found[True][0], *found[True][1]], strict=True):
+        assert torch.equal(a, b)

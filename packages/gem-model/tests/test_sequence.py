@@ -10,7 +10,7 @@ from gem_kernels.nn import RMSNorm
 from gem_model import preset
 from gem_model.history import ROPE_BASE, ROTE_BASE, History, place_events
 from gem_model.interformer import Tower
-from gem_model.projection import project_bare
+from gem_model.projection import folded
 from gem_model.sequence import HistoryAttention, PersonalisedFFN
 from gem_model.testing import RandomSequence
 
@@ -215,7 +215,7 @@ def test_cls_tokens_ask_among_the_events_as_beside_them(attention, bare, monkeyp
     used = []
     if bare:
         monkeypatch.setattr(RMSNorm, "rows_twice", rows_twice)
-        monkeypatch.setattr("gem_model.history.project_bare", lambda *a: used.append(1) or project_bare(*a))
+        monkeypatch.setattr("gem_model.history.folded", lambda *a: used.append(1) or folded(*a))
     h = history(config.width)
     cls = torch.randn(4, 3, config.width, dtype=torch.float64, requires_grad=True)
     x_sum = torch.randn(4, config.n_sum, config.width, dtype=torch.float64, requires_grad=True)

@@ -58,7 +58,7 @@ class PersonalisedFFN(nn.Module):
             nothing wants them apart: no hook, no precision recipe, nothing that is written again instead of kept.
     """
 
-    fused = False
+    fused = True
 
     def __init__(self, config: GemConfig) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class HistoryAttention(nn.Module):
             in its registers (gem_kernels.project_rotary).
     """
 
-    fused = False
+    fused = True
 
     def __init__(self, config: GemConfig, *, events_attend: bool) -> None:
         super().__init__()

@@ -53,9 +53,9 @@ class Backward:
         return {**given, "REST": rest, "AGAIN": again, "BIAS": bias, "REGS": 232}
 
 
-FORWARD = {"8 + 2": Forward(slots=8, out=2), "6 + 3": Forward(slots=6, out=3)}
+FORWARD = {"8 + 2": Forward(slots=8, out=2), "10 + 1": Forward(slots=10, out=1)}
 BACKWARD = {
-    "6 + 3": Backward(slots=6, sets=3), "4 + 4": Backward(slots=4, sets=4), "again": Backward(slots=6, sets=2)
+    "6 + 3": Backward(slots=6, sets=3), "8 + 2": Backward(slots=8, sets=2), "again": Backward(slots=6, sets=2)
 }  # fmt: skip
 
 DEFAULT = ("8 + 2", "6 + 3", "again")  # forward, backward, and backward where h is made again
@@ -156,9 +156,9 @@ def backward(
     config = config or BACKWARD[DEFAULT[1 + again]]
     constants = config.constants(weight.shape[0] // HALF.value, rest=behind > 0, again=again, bias=dbias is not None)
     gates, rests = hidden // COLUMNS.value, behind // COLUMNS.value
-    programs = grid(dy.device, gates, rests)
+    programs = grid(dy.device, gates + rests)
     tiles = triton.cdiv(rows, ROWS.value)
-    parts = 4 * NC.value * min(programs // gates, tiles) if dbias is not None else 0
+    parts = 4 * NC.value * min(programs // (gates + rests), tiles) if dbias is not None else 0
     sums = torch.empty(parts * 2 * hidden, dtype=torch.float32, device=dy.device)
     with torch.cuda.device(dy.device):
         hopper_backward.kernel[(programs,)](
@@ -194,8 +194,10 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     tile, half, columns = ROWS.value, HALF.value, COLUMNS.value
     row = (tile, half)
-    for name, config in FORWARD.items():
-        constants = config.constants(8, q=True, dim=128, bias=True, norm=True)
+    bare = ("alone", FORWARD[DEFAULT[0]])  # no bias, no norm
+    for name, config in (*FORWARD.items(), bare):
+        whole = name != bare[0]
+        constants = config.constants(8, q=True, dim=128, bias=whole, norm=whole)
         rows = dict.fromkeys(("x_desc", "packed_desc", "h_desc", "told_desc"), row)
         blocks = {**rows, **dict.fromkeys(("gate_desc", "q_desc"), (2, half, half))}
         types = types_of(hopper_forward.kernel, blocks, constants)
@@ -203,8 +205,9 @@ def compile_cases() -> list[CompileCase]:
             f"project_gated hopper forward {name}", hopper_forward.kernel, types, constants,
             Tile(bm=tile, bn=columns), ("bias_ptr", "gain_ptr"), (90,), source,
         ))  # fmt: skip
-    for name, plan in BACKWARD.items():
-        constants = plan.constants(8, rest=True, again=name == "again", bias=True)
+    for name, plan in (*BACKWARD.items(), ("alone", BACKWARD[DEFAULT[1]])):
+        whole = name != bare[0]
+        constants = plan.constants(8, rest=whole, again=name == "again", bias=whole)
         names = ("x_desc", "packed_desc", "dpacked_desc", "again_desc", "rest_desc")
         blocks = {**dict.fromkeys(names, row), "w_desc": (half, columns)}
         types = types_of(hopper_backward.kernel, blocks, constants)

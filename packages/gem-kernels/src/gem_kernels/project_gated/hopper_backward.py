@@ -1,8 +1,9 @@
 """dh = dy W_down and, in its registers, the gate's backward pass, on Hopper: dh itself is never written.
 
-Two phases of one persistent kernel (`hopper_tiles`): tiles of 128 columns of dh, whose gate and up come by TMA while
-the products are made and are overwritten by their gradients, which leave from the same buffers; then tiles of 128
-columns of what else reads dy, as they are. The weight [K, N] is read as it lies: K are its rows.
+One persistent kernel (`hopper_tiles`): tiles of 128 columns of dh, whose gate and up come by TMA while the products are
+made and are overwritten by their gradients, which leave from the same buffers; and, by other programs at the same time,
+tiles of 128 columns of what else reads dy, as they are: these wait for products, those for memory. The weight [K, N] is
+read as it lies: K are its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from gem_kernels.project_gated.hopper_tiles import (
     ROWS,
     halves,
     load_rows,
-    own,
     product,
     put,
     share,
@@ -28,33 +28,27 @@ from gem_kernels.project_gated.hopper_tiles import (
 
 @gluon.jit
 def _rows_loader(
-    x_desc, w_desc, buffers, barriers, sizes, hidden,
-    STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, REST: gl.constexpr,
+    x_desc, w_desc, buffers, barriers, sizes,
+    STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
     x_buf, w_buf, _sets = buffers
-    full, empty, weight, released = barriers[0], barriers[1], barriers[2], barriers[3]
+    full, empty, weight = barriers[0], barriers[1], barriers[2]
     tiles, gates, rests = sizes
-    column, first, across = share(gates, tiles)
+    column, first, across = share(gates + rests, tiles)
     mbarrier.expect(weight, STEPS * w_desc.block_type.nbytes)
     for k in gl.static_range(STEPS):
         tma.async_copy_global_to_shared(w_desc, [k * HALF, column * COLUMNS], weight, w_buf.index(k))
-    step = load_rows(x_desc, x_buf, full, empty, first, tiles, across, 0, STEPS, SLOTS, PHASES)
-    if REST:
-        column, first, across = share(rests, tiles)
-        mbarrier.wait(released, 0)
-        mbarrier.expect(weight, STEPS * w_desc.block_type.nbytes)
-        for k in gl.static_range(STEPS):
-            tma.async_copy_global_to_shared(w_desc, [k * HALF, hidden + column * COLUMNS], weight, w_buf.index(k))
-        load_rows(x_desc, x_buf, full, empty, first, tiles, across, step, STEPS, SLOTS, PHASES)
+    load_rows(x_desc, x_buf, full, empty, first, tiles, across, 0, STEPS, SLOTS, PHASES)
 
 
 @gluon.jit
 def _gates_loader(packed_desc, buffers, barriers, sizes, hidden, SETS: gl.constexpr, PER: gl.constexpr):
     """Gate and up of 64 columns at a time: a set, of which a tile has two."""
     sets = buffers[2]
-    there, taken = barriers[4], barriers[5]
-    tiles, gates, _rests = sizes
-    column, first, across = share(gates, tiles)
+    there, taken = barriers[3], barriers[4]
+    tiles, gates, rests = sizes
+    column, first, across = share(gates + rests, tiles)
+    first = gl.where(column < gates, first, tiles)
     number = 0
     for tile in range(first, tiles, across):
         for part in range(2):
@@ -116,12 +110,13 @@ def _consumer(
     REST: gl.constexpr, AGAIN: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     x_buf, w_buf, sets = buffers
-    full, empty, weight, released, there, taken = barriers
+    full, empty, weight, there, taken = barriers
     tiles, gates, rests = sizes
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     step = W * STEPS + 0
     number = 2 * W + 0
-    column, first, across = share(gates, tiles)
+    column, first, across = share(gates + rests, tiles)
+    gated = gl.where(column < gates, tiles, 0)  # where this program's tiles of either kind end
     if BIAS:
         none, _right = halves(gl.zeros([ROWS, COLUMNS], gl.float32, AL))
         gates_left = _folded(none)
@@ -129,7 +124,7 @@ def _consumer(
         ups_left = _folded(none)
         ups_right = _folded(none)
     mbarrier.wait(weight, 0)
-    for tile in range(first + W * across, tiles, NC * across):
+    for tile in range(first + W * across, gated, NC * across):
         acc = product(x_buf, w_buf, full, empty, step, STEPS, SLOTS, PHASES, False, AL)
         step += NC * STEPS
         left, right = halves(acc)
@@ -149,9 +144,9 @@ def _consumer(
         mbarrier.arrive(taken.index((number + 1) % SETS), count=1)
         number += 2 * NC
     if BIAS:
-        part = gl.program_id(0) // gates * NC + W
+        part = gl.program_id(0) // (gates + rests) * NC + W
         at = column * COLUMNS
-        if first < tiles:
+        if first < gated:
             _leave_sum(gates_left, parts_f32, part, 2 * hidden, at)
             _leave_sum(gates_right, parts_f32, part, 2 * hidden, at + HALF)
             _leave_sum(ups_left, parts_f32, part, 2 * hidden, hidden + at)
@@ -159,17 +154,12 @@ def _consumer(
     if REST:
         rest_desc = outs[2]
         n = 0
-        mbarrier.arrive(released, count=1)  # nothing leaves from the sets any more
-        before = own(first, tiles, across)
-        turn = (before + W) % NC
-        step = (before + turn) * STEPS
-        column, first, across = share(rests, tiles)
-        mbarrier.wait(weight, 1)
-        for tile in range(first + turn * across, tiles, NC * across):
+        begin = gl.where(column < gates, tiles, first + W * across)
+        for tile in range(begin, tiles, NC * across):
             acc = product(x_buf, w_buf, full, empty, step, STEPS, SLOTS, PHASES, False, AL)
             step += NC * STEPS
             left, right = halves(acc)
-            at = column * COLUMNS
+            at = (column - gates) * COLUMNS
             n = put(left.to(rest_desc.dtype), rest_desc, tile * ROWS, at, sets, W, n, 2)
             n = put(right.to(rest_desc.dtype), rest_desc, tile * ROWS, at + HALF, sets, W, n, 2)
         tma.store_wait(0)
@@ -193,7 +183,6 @@ def kernel(
     full = gl.allocate_shared_memory(gl.int64, [PHASES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     weight = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [2 * NC * SETS, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [SETS, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(PHASES):
@@ -205,9 +194,8 @@ def kernel(
     for s in gl.static_range(SETS):
         mbarrier.init(taken.index(s), count=1)
     mbarrier.init(weight, count=1)
-    mbarrier.init(released, count=NC)
     buffers = (x_buf, w_buf, sets)
-    barriers = (full, empty, weight, released, there, taken)
+    barriers = (full, empty, weight, there, taken)
     sizes = (tiles, gates, rests)
     outs = (dpacked_desc, again_desc, rest_desc)
     gl.warp_specialize(
@@ -216,7 +204,7 @@ def kernel(
                          STEPS, SLOTS, PHASES, SETS, PER, REST, AGAIN, BIAS)),
             (_consumer, (1, outs, buffers, barriers, parts_f32, sizes, hidden,
                          STEPS, SLOTS, PHASES, SETS, PER, REST, AGAIN, BIAS)),
-            (_rows_loader, (x_desc, w_desc, buffers, barriers, sizes, hidden, STEPS, SLOTS, PHASES, REST)),
+            (_rows_loader, (x_desc, w_desc, buffers, barriers, sizes, STEPS, SLOTS, PHASES)),
             (_gates_loader, (packed_desc, buffers, barriers, sizes, hidden, SETS, PER)),
         ],
         [4, 1, 1],

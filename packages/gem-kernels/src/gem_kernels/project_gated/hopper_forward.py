@@ -54,7 +54,8 @@ def vector(ptr, at, there: gl.constexpr):
     if there:
         return gl.load(ptr + at).to(gl.float32)
     else:
-        return gl.zeros(at.shape, gl.float32, at.type.layout)
+        L: gl.constexpr = at.type.layout
+        return gl.zeros([HALF], gl.float32, L)
 
 
 @gluon.jit

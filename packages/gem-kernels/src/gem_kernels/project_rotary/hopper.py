@@ -57,14 +57,14 @@ def forward(
         given = [weight if g is None else g for g in gains]
         places = [p.contiguous() for p in positions] or [x]
         logs = [math.log2(b) for b in bases] + [0.0, 0.0]
-        columns = weight.shape[0] // COLUMNS.value
+        columns = width // COLUMNS.value
         with torch.cuda.device(x.device):
             hopper_kernels.kernel[(gated.grid(x.device, columns),)](
                 gated.rows_of(x), gated.in_pairs(weight, weight.shape[0] // HALF.value), gated.rows_of(packed),
                 *(gated.rows_of(p.view(p.shape[0], width)) for p in (parts[0], parts[-1])), parts[0],
                 weight if bias is None else bias, given[0], given[-1], places[0], places[-1],
                 packed if seats is None else seats.contiguous(), logs[0], logs[1],
-                triton.cdiv(rows, ROWS.value), columns, rows, width, count - 1, eps, **constants, num_warps=4,
+                triton.cdiv(rows, ROWS.value), columns, count + 1, rows, width, eps, **constants, num_warps=4,
             )  # fmt: skip
     return packed, parts
 
@@ -77,10 +77,11 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     kernel = hopper_kernels.kernel
     row = (ROWS.value, HALF.value)
-    for name, turns, among in (("among", 1, True), ("two turns", 2, False)):
+    for name, turns, among in (("among", 1, True), ("two turns", 2, False), ("alone", 0, False)):
         constants = _constants(
-            8, dim=128, bias=True, norm=True, turns=turns, among=among, config=gated.FORWARD[gated.DEFAULT[0]]
-        )
+            8, dim=128, bias=turns > 0, norm=turns > 0, turns=turns, among=among,
+            config=gated.FORWARD[gated.DEFAULT[0]],
+        )  # fmt: skip
         blocks = {
             **dict.fromkeys(("x_desc", "packed_desc", "q_desc", "k_desc"), row), "w_desc": (2, HALF.value, HALF.value)
         }  # fmt: skip

@@ -1,7 +1,8 @@
 """packed = x W^T + b, and the heads of q and k normed and turned in the product's registers, on Hopper.
 
-One phase of `project_gated.hopper_tiles`: tiles of 128 columns of [q || k || v], one or two heads each; a program has
-the columns of one part for all its rows. q may go to rows of its own among others: those threads store, all else TMA.
+A phase of `project_gated.hopper_tiles` for each of q, k and v, whose tiles end in other work: tiles of 128 columns, one
+or two heads each; a program has the same columns of every part. q may go to rows of its own among others: those threads
+store, all else TMA.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from gem_kernels.project_gated.hopper_forward import vector
-from gem_kernels.project_gated.hopper_tiles import COLUMNS, HALF, NC, ROWS, halves, load_rows, product, put, share
+from gem_kernels.project_gated.hopper_tiles import COLUMNS, HALF, NC, ROWS, halves, load_rows, own, product, put, share
 
 
 @gluon.jit
 def _loader(
-    x_desc, w_desc, buffers, barriers, tiles, columns,
+    x_desc, w_desc, buffers, barriers, tiles, columns, parts,
     STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
     x_buf, w_buf, _out = buffers
-    full, empty, weight = barriers
+    full, empty, weight, released = barriers
     column, first, across = share(columns, tiles)
-    mbarrier.expect(weight, STEPS * w_desc.block_type.nbytes)
-    for k in gl.static_range(STEPS):
-        tma.async_copy_global_to_shared(w_desc, [2 * column, 0, k * HALF], weight, w_buf.index(k))
-    load_rows(x_desc, x_buf, full, empty, first, tiles, across, 0, STEPS, SLOTS, PHASES)
+    step = 0
+    for part in range(parts):
+        mbarrier.wait(released, (part & 1) ^ 1)
+        mbarrier.expect(weight, STEPS * w_desc.block_type.nbytes)
+        for k in gl.static_range(STEPS):
+            tma.async_copy_global_to_shared(
+                w_desc, [2 * (part * columns + column), 0, k * HALF], weight, w_buf.index(k)
+            )
+        step = load_rows(x_desc, x_buf, full, empty, first, tiles, across, step, STEPS, SLOTS, PHASES)
 
 
 @gluon.jit
@@ -126,14 +132,15 @@ def _scatter(part, q_ptr, seats, column, width, buffers, W: gl.constexpr, n, OUT
 
 
 @gluon.jit
-def _consumer(
-    W: gl.constexpr, outs, buffers, barriers, vectors, places, log_bases, tiles, columns, tokens, width, queries, eps,
-    STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, OUT: gl.constexpr, DIM: gl.constexpr,
+def _part(
+    W: gl.constexpr, part, role, outs, buffers, barriers, vectors, places, log_bases, tiles, columns, tokens, width,
+    eps, STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, OUT: gl.constexpr, DIM: gl.constexpr,
     BIAS: gl.constexpr, NORM: gl.constexpr, TURNS: gl.constexpr, AMONG: gl.constexpr,
 ):  # fmt: skip
+    """A phase: this program's columns of one part, which is q, k or v by its role: 0, 1, 2."""
     packed_desc, q_desc, k_desc, q_ptr = outs
     x_buf, w_buf, out = buffers
-    full, empty, weight = barriers
+    full, empty, weight, released = barriers
     bias_ptr, q_gain_ptr, k_gain_ptr = vectors
     first_ptr, second_ptr, seats_ptr = places
     AL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
@@ -141,26 +148,28 @@ def _consumer(
     even, _odd = _pairs(left)
     HL: gl.constexpr = left.type.layout
     lane = gl.arange(0, HALF, gl.SliceLayout(0, HL))
-    n = 0
-    step = W * STEPS + 0
     column, first, across = share(columns, tiles)
-    part = column // gl.maximum(width // COLUMNS, 1) + (1 - queries)  # 0: q, 1: k, 2: v
-    inside = column % gl.maximum(width // COLUMNS, 1)  # the part
-    left_bias = vector(bias_ptr, column * COLUMNS + lane, BIAS)
-    right_bias = vector(bias_ptr, column * COLUMNS + HALF + lane, BIAS)
+    before = part * own(first, tiles, across)
+    turn = (before + W) % NC
+    step = (before + turn) * STEPS
+    n = 0
+    here = column * COLUMNS
+    there = part * width + here
+    left_bias = vector(bias_ptr, there + lane, BIAS)
+    right_bias = vector(bias_ptr, there + HALF + lane, BIAS)
     left_gain = vector(q_gain_ptr, lane, NORM)
     right_gain = vector(q_gain_ptr, (lane + HALF) % DIM, NORM)
     if NORM:
-        left_gain = gl.where(part == 0, left_gain, vector(k_gain_ptr, lane, NORM))
-        right_gain = gl.where(part == 0, right_gain, vector(k_gain_ptr, (lane + HALF) % DIM, NORM))
-    left_frequency = _frequencies(even, inside, 0, width // DIM // 2 * DIM, log_bases, DIM, TURNS)
-    right_frequency = _frequencies(even, inside, HALF, width // DIM // 2 * DIM, log_bases, DIM, TURNS)
-    mbarrier.wait(weight, 0)
-    for tile in range(first + W * across, tiles, NC * across):
+        left_gain = gl.where(role == 0, left_gain, vector(k_gain_ptr, lane, NORM))
+        right_gain = gl.where(role == 0, right_gain, vector(k_gain_ptr, (lane + HALF) % DIM, NORM))
+    left_frequency = _frequencies(even, column, 0, width // DIM // 2 * DIM, log_bases, DIM, TURNS)
+    right_frequency = _frequencies(even, column, HALF, width // DIM // 2 * DIM, log_bases, DIM, TURNS)
+    mbarrier.wait(weight, part & 1)
+    for tile in range(first + turn * across, tiles, NC * across):
         row = tile * ROWS  # what is loaded by rows comes while the products are made
         at = (first_ptr, second_ptr)
-        left_place = _position(even, row, tokens, inside, 0, at, width // DIM // 2 * DIM, TURNS)
-        right_place = _position(even, row, tokens, inside, HALF, at, width // DIM // 2 * DIM, TURNS)
+        left_place = _position(even, row, tokens, column, 0, at, width // DIM // 2 * DIM, TURNS)
+        right_place = _position(even, row, tokens, column, HALF, at, width // DIM // 2 * DIM, TURNS)
         seats = _seats(seats_ptr, row, tokens, AMONG)
         acc = product(x_buf, w_buf, full, empty, step, STEPS, SLOTS, PHASES, True, AL)
         step += NC * STEPS
@@ -169,18 +178,17 @@ def _consumer(
             left += left_bias[None, :]
             right += right_bias[None, :]
         raw = left.to(packed_desc.dtype)
-        n = put(raw, packed_desc, row, column * COLUMNS, out, W, n, OUT)
+        n = put(raw, packed_desc, row, there, out, W, n, OUT)
         left = raw.to(gl.float32)
         raw = right.to(packed_desc.dtype)
-        n = put(raw, packed_desc, row, column * COLUMNS + HALF, out, W, n, OUT)
+        n = put(raw, packed_desc, row, there + HALF, out, W, n, OUT)
         right = raw.to(gl.float32)
-        if part < 2:
-            here = inside * COLUMNS
+        if role < 2:
             given = (left_gain, right_gain, left_frequency, right_frequency, left_place, right_place)
             a, b = _told(left, right, given, eps, DIM, NORM, TURNS)
             a = a.to(packed_desc.dtype)
             b = b.to(packed_desc.dtype)
-            if part == 1:
+            if role == 1:
                 n = put(a, k_desc, row, here, out, W, n, OUT)
                 n = put(b, k_desc, row, here + HALF, out, W, n, OUT)
             else:
@@ -191,17 +199,31 @@ def _consumer(
                     n = put(a, q_desc, row, here, out, W, n, OUT)
                     n = put(b, q_desc, row, here + HALF, out, W, n, OUT)
     tma.store_wait(0)
+    mbarrier.arrive(released, count=1)
 
 
-@gluon.jit(do_not_specialize=["tiles", "columns", "tokens", "queries"])
+@gluon.jit
+def _consumer(
+    W: gl.constexpr, outs, buffers, barriers, vectors, places, log_bases, tiles, columns, parts, tokens, width, eps,
+    STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, OUT: gl.constexpr, DIM: gl.constexpr,
+    BIAS: gl.constexpr, NORM: gl.constexpr, TURNS: gl.constexpr, AMONG: gl.constexpr,
+):  # fmt: skip
+    for part in range(parts):
+        _part(
+            W, part, part + 3 - parts, outs, buffers, barriers, vectors, places, log_bases, tiles, columns, tokens,
+            width, eps, STEPS, SLOTS, PHASES, OUT, DIM, BIAS, NORM, TURNS, AMONG,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["tiles", "columns", "parts", "tokens"])
 def kernel(
     x_desc, w_desc, packed_desc, q_desc, k_desc, q_ptr, bias_ptr, q_gain_ptr, k_gain_ptr, first_ptr, second_ptr,
-    seats_ptr, log_first, log_second, tiles, columns, tokens, width, queries, eps,
+    seats_ptr, log_first, log_second, tiles, columns, parts, tokens, width, eps,
     STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, OUT: gl.constexpr, DIM: gl.constexpr,
     BIAS: gl.constexpr, NORM: gl.constexpr, TURNS: gl.constexpr, AMONG: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
-    """`tiles` of 64 of the `tokens` rows, `columns` tiles of 128 columns of two (queries = 0) or three parts that are
-    `width` wide, with heads of DIM: 64 or 128. TURNS: how many positions there are; of two, the first half of the heads
+    """`tiles` of 64 of the `tokens` rows, `columns` tiles of 128 columns of each of two or three `parts`, that are
+    `width` wide with heads of DIM: 64 or 128. TURNS: how many positions there are; of two, the first half of the heads
     turns by the first. AMONG: row i of q goes to row seats[i]. K = 64 STEPS.
     """
     x_buf = gl.allocate_shared_memory(x_desc.dtype, [SLOTS, ROWS, HALF], x_desc.layout)
@@ -214,20 +236,22 @@ def kernel(
         mbarrier.init(full.index(s), count=1)
     for s in gl.static_range(SLOTS):
         mbarrier.init(empty.index(s), count=1)
+    released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(weight, count=1)
+    mbarrier.init(released, count=NC)
     buffers = (x_buf, w_buf, out)
-    barriers = (full, empty, weight)
+    barriers = (full, empty, weight, released)
     outs = (packed_desc, q_desc, k_desc, q_ptr)
     vectors = (bias_ptr, q_gain_ptr, k_gain_ptr)
     places = (first_ptr, second_ptr, seats_ptr)
     logs = (log_first, log_second)
     gl.warp_specialize(
         [
-            (_consumer, (0, outs, buffers, barriers, vectors, places, logs, tiles, columns, tokens, width, queries, eps,
+            (_consumer, (0, outs, buffers, barriers, vectors, places, logs, tiles, columns, parts, tokens, width, eps,
                          STEPS, SLOTS, PHASES, OUT, DIM, BIAS, NORM, TURNS, AMONG)),
-            (_consumer, (1, outs, buffers, barriers, vectors, places, logs, tiles, columns, tokens, width, queries, eps,
+            (_consumer, (1, outs, buffers, barriers, vectors, places, logs, tiles, columns, parts, tokens, width, eps,
                          STEPS, SLOTS, PHASES, OUT, DIM, BIAS, NORM, TURNS, AMONG)),
-            (_loader, (x_desc, w_desc, buffers, barriers, tiles, columns, STEPS, SLOTS, PHASES)),
+            (_loader, (x_desc, w_desc, buffers, barriers, tiles, columns, parts, STEPS, SLOTS, PHASES)),
         ],
         [4, 1],
         [REGS, 24],
