@@ -44,18 +44,8 @@ class Way:
 
 # By whether there is a bias and by width.
 WAYS = {
-    (True, 1024): {
-        "2 rows ahead": Way(rows=2, ahead=True),
-        "1 row ahead": Way(ahead=True),
-        "1 row ahead, 20 warps": Way(resident=5, registers=96, ahead=True),
-        "4 rows packed": Way(rows=4, resident=3, registers=168, packed=True),
-        "2 rows packed, 20 warps": Way(rows=2, resident=5, registers=96, packed=True),
-    },
-    (True, 2048): {
-        "1 row ahead": Way(ahead=True), "1 row ahead, 20 warps": Way(resident=5, registers=96, ahead=True),
-        "2 rows packed": Way(rows=2, resident=3, registers=168, packed=True),
-        "1 row packed, 20 warps": Way(resident=5, registers=96, packed=True),
-    },
+    (True, 1024): {"2 rows ahead": Way(rows=2, ahead=True)},
+    (True, 2048): {"1 row ahead": Way(ahead=True)},
     (True, 4096): {"1 row": Way(resident=3, registers=168, packed=True)},
     (False, 4096): {"1 row": Way(resident=5, registers=96, packed=True)},
 }  # fmt: skip

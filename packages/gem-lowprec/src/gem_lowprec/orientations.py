@@ -29,7 +29,6 @@ from gem_lowprec.quantize import FP8_1X128, FP8_128X128, QTensor, QuantSpec
 
 BLOCK = 128
 LINES = ("_ptr", "x_row", "row_row", "cols", "col_row")  # multiples of 16
-LEAN = 0  # of the quantiser by hand: 1 makes scales in fewer instructions, 2 masks nothing inside; no card has timed it
 REGISTERS = {4: 168, 8: 80}  # of a thread of the kernel by hand, by its warps: three programs on an SM
 
 
@@ -262,7 +261,6 @@ def _hand_constants(row: QuantSpec | None, col: QuantSpec | None, *, sums: bool,
     return {
         "ROW": _way(row), "COL": _way(col), "SUMS": sums, "NORM": norm, "THRESHOLD": threshold(E4M3, spec.mode),
         "EMAX": E4M3.emax, "WARPS": 8 if row and col else 4,  # docs/notes/lowprec.md, "Quantisers"
-        "LEAN": 0,
     }  # fmt: skip
 
 
@@ -276,7 +274,6 @@ def _by_hand(
     if programs:
         with torch.cuda.device_of(x):
             constants = _hand_constants(row, col, sums=sums, norm=norm)
-            constants["LEAN"] = LEAN if x.shape[1] % BLOCK == 0 else min(LEAN, 1)
             warps = constants["WARPS"]
             both_kernel[(programs,)](*arguments, **constants, num_warps=warps, maxnreg=REGISTERS[warps])
 

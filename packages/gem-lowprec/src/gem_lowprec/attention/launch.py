@@ -21,50 +21,31 @@ KINDS = {torch.float8_e4m3fn: "float8e4nv", torch.bfloat16: "bfloat16", torch.fl
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`consumers` warpgroups of 64 query rows; `stages` buffers of K and of V.
-
-    near: what the ends of tiles need is made there, not before all loops. told: a loader brings all scales. rest: what
-    does not fill a whole step is one step. halves: the second product is two, of 64 keys each; it takes told and rest.
-    lean: K and V come and go together. lazy: O is scaled anew only where a maximum has risen much.
+    """`stages`: buffers of K and of V; three consumers of 64 query rows share them. `lazy`: O is scaled anew only where
+    a maximum has risen by more than 2^3.
     """
 
-    consumers: int = 3
     stages: int = 4
-    near: bool = False
-    told: bool = False
-    rest: bool = False
-    halves: bool = False
-    lean: bool = False
-    lazy: bool = False
+    lazy: bool = True
 
     @property
     def shape(self) -> TileShape:
         """The tile shape for the schedule."""
-        return TileShape(consumers=self.consumers, step=BLOCK)
+        return TileShape(consumers=3, step=BLOCK)
 
     def constants(self, dim: int, group: int, *, also: bool = False) -> dict[str, Any]:
         """The compile-time arguments of `forward_kernel`."""
         powers = operand_constants(dim)
         return {
-            "D": dim, "NC": self.consumers, "KS": self.stages, "QS": 2, "GROUP": group,
-            "REGS": 160 if self.consumers == 3 else 240, "LOADER_REGS": 32,
-            "ALSO": also, "THRESHOLD": powers["THRESHOLD"], "EMAX": powers["EMAX"],
-            "NEAR": self.near, "TOLD": self.told, "REST": self.rest, "HALVES": self.halves, "LEAN": self.lean,
-            "LAZY": self.lazy,
+            "D": dim, "KS": self.stages, "QS": 2, "GROUP": group, "REGS": 160, "LOADER_REGS": 32,
+            "LAZY": self.lazy, "ALSO": also, "THRESHOLD": powers["THRESHOLD"], "EMAX": powers["EMAX"],
         }  # fmt: skip
 
 
 CONFIGS = {
-    "plain": Config(),
-    "near": Config(near=True),
-    "told": Config(near=True, told=True),
-    "rest": Config(near=True, told=True, rest=True),
-    "halves": Config(near=True, told=True, rest=True, halves=True),
-    "halves-lean": Config(near=True, told=True, rest=True, halves=True, lean=True),
-    "halves-lean-lazy": Config(near=True, told=True, rest=True, halves=True, lean=True, lazy=True),
-    "halves-lean-lazy-3": Config(stages=3, near=True, told=True, rest=True, halves=True, lean=True, lazy=True),
-    "lean": Config(near=True, told=True, rest=True, lean=True),
-}
+    f"{'lazy' if lazy else 'eager'}, {stages} stages": Config(stages=stages, lazy=lazy)
+    for lazy in (True, False) for stages in (4, 3)
+}  # fmt: skip
 
 
 @functools.cache
@@ -106,8 +87,8 @@ def _forward(
     k_shape, v_shape = (keys, kv_heads, dim), (lines, BLOCK)
     forward_kernel[(programs(q.device),)](
         _descriptor(q, (rows, heads, dim), (64, 1, dim)), _descriptor(operands.k, k_shape, (BLOCK, 1, dim)),
-        _descriptor(operands.v, v_shape, (dim, BLOCK)), _descriptor(operands.k, k_shape, (64, 1, dim)),
-        _descriptor(operands.v, v_shape, (dim, 64)), _descriptor(out, (rows, heads, dim), (64, 1, dim)), out, lse,
+        _descriptor(operands.k, k_shape, (64, 1, dim)), _descriptor(operands.v, v_shape, (dim, 64)),
+        _descriptor(out, (rows, heads, dim), (64, 1, dim)), out, lse,
         operands.q_scale, operands.kv_scale,
         heads, kv_heads, tiles.table, tiles.count, tiles.cursor, data, data_scale, data_scale.shape[1], scale * LOG2E,
         **config.constants(dim, heads // kv_heads, also=also), num_warps=4,
@@ -129,30 +110,20 @@ def compile_cases() -> list[CompileCase]:
     for dim in HEAD_DIMS:
         rows = {n: desc("fp8e4nv", "float8e4nv", 64, 1, dim) for n in ("q_desc", "k_short")}
         descriptors = rows | {
-            "k_desc": desc("fp8e4nv", "float8e4nv", BLOCK, 1, dim), "v_desc": desc("fp8e4nv", "float8e4nv", dim, BLOCK),
-            "v_short": desc("fp8e4nv", "float8e4nv", dim, 64), "o_desc": desc("bf16", "bfloat16", 64, 1, dim),
+            "k_desc": desc("fp8e4nv", "float8e4nv", BLOCK, 1, dim), "v_desc": desc("fp8e4nv", "float8e4nv", dim, 64),
+            "o_desc": desc("bf16", "bfloat16", 64, 1, dim),
         }  # fmt: skip
         pointers = {"o_ptr": "*bf16", "lse_ptr": "*fp32", "q_scale_ptr": "*fp32", "kv_scale_ptr": "*fp32"}
         pointers |= dict.fromkeys(("tiles_ptr", "count_ptr", "cursor_ptr"), "*i32")
         pointers |= {"o8_ptr": "*u8", "o8_scale_ptr": "*fp32"}
-        whole = tuple(
-            (f"rows {name}", forward_kernel, descriptors | pointers | {"scale": "fp32"},
-             config.constants(dim, 1, also=True)) for name, config in CONFIGS.items()
-        )  # fmt: skip
+        forwards = [("forward", Config().constants(dim, 1))]
+        if dim == BLOCK:
+            forwards.append(("forward and rows", Config().constants(dim, 1, also=True)))
         small = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
         small |= dict.fromkeys(("q_offsets", "k_offsets"), "*i64") | {"qs_ptr": "*fp32", "kvs_ptr": "*fp32"}
         small |= dict.fromkeys(("qd_ptr", "kd_ptr", "vd_ptr"), "*u8")
         for name, kernel, types, values in (
-            *(
-                (
-                    f"forward {name}",
-                    forward_kernel,
-                    descriptors | pointers | {"scale": "fp32"},
-                    config.constants(dim, 1),
-                )
-                for name, config in CONFIGS.items()
-            ),
-            *(whole if dim == BLOCK else ()),
+            *((n, forward_kernel, descriptors | pointers | {"scale": "fp32"}, c) for n, c in forwards),
             ("operands", quantise_kernel, small, operand_constants(dim)),
             ("operands back", dequantise_kernel, small, {"D": dim}),
         ):

@@ -18,7 +18,7 @@ from gem_kernels.nn import NormLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gem_lowprec import norms, norms_warps, orientations
+from gem_lowprec import norms, norms_warps
 from gem_lowprec.bench.timing import Run
 from gem_lowprec.block_gemm import CONFIGS, block_matmul
 from gem_lowprec.convert import convert
@@ -184,15 +184,6 @@ def quantiser(name: str, device: torch.device, rows: int, cols: int) -> Problem:
         "1x128 both, 128x128 transposed": {"col_spec": FP8_128X128}, "128x128 both": {"spec": FP8_128X128},
     }  # fmt: skip
     runs: dict[str, Run] = {v: partial(quantize_both, x, **o) for v, o in both.items()}
-    for variant, base, options in (  # beside what runs by default
-        ("1x128 both, scales lean", "1x128 both", {"LEAN": 1}),
-        ("1x128 both, lean", "1x128 both", {"LEAN": 2}),
-        ("1x128 both, sums, scales lean", "1x128 both, sums", {"LEAN": 1}),
-        ("1x128 both, sums, lean", "1x128 both, sums", {"LEAN": 2}),
-        ("128x128 both, lean", "128x128 both", {"LEAN": 2}),
-        ("1x128 transposed, lean", "1x128 transposed", {"LEAN": 2}),
-    ):
-        both[variant], runs[variant] = both[base], _with(orientations, runs[base], **options)
     runs |= {v: partial(quantize, x, s, backend="triton" if s is MXFP4 else None) for v, s in specs.items()}
 
     def check(variant: str) -> float:

@@ -68,12 +68,13 @@ def kernels(run: Run, calls: int = 3) -> list[tuple[str, float, float]]:
 
 
 def interleaved(runs: Mapping[str, Run], *, rounds: int, rep: int) -> dict[str, float]:
-    """Median over `rounds` of each run's median, in turns and every other round backwards: neither a slow spell of the
-    card nor the heat of a neighbour falls on one of them.
+    """Median over `rounds` of each run's median, in turns that begin with another run each and go backwards every other
+    time: neither a slow spell of the card nor the heat of a neighbour falls on one of them.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
-        for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
+        names = list(runs)[turn % len(runs) :] + list(runs)[: turn % len(runs)]
+        for name in names if turn % 2 == 0 else names[::-1]:
             times[name].append(median_ms(runs[name], rep))
     return {name: statistics.median(t) for name, t in times.items()}
 
