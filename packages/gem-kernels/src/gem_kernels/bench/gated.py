@@ -7,8 +7,10 @@ is wrong is not timed. Runs are CUDA graphs that take turns; rows are printed as
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gem_kernels import testing
+from gem_kernels.bench import __main__ as header
 from gem_kernels.bench import timing
 from gem_kernels.project_gated import hopper
 from gem_kernels.project_gated import triton as apart
@@ -28,6 +31,7 @@ from gem_kernels.projections import reference as projections
 
 WIDTH, HIDDEN, HEADS, EPS = 512, 1024, 4, 1e-6
 SAMPLE = 4096  # rows, of both ends, that are compared
+PEERS = ("cuBLAS", "apart")  # the product alone; the product and the pass behind it
 TOLERANCE = 6e-3  # relative error of a BF16 result against float64
 Run = Callable[[], tuple[Tensor | None, ...]]
 
@@ -71,13 +75,13 @@ class Case:
     def runs(self) -> dict[str, dict[str, Run]]:
         """By direction: what is timed."""
         forward: dict[str, Run] = {
-            "cuBLAS alone": lambda: (F.linear(self.x, self.weight),),
+            "cuBLAS": lambda: (F.linear(self.x, self.weight),),
             "apart": lambda: self.forward(apart.forward),
         }
         for name, config in hopper.FORWARD.items():
             forward[f"hopper {name}"] = functools.partial(self.forward, hopper.forward, config=config)
         backward: dict[str, Run] = {
-            "cuBLAS alone": lambda: (self.dy @ self.both,),
+            "cuBLAS": lambda: (self.dy @ self.both,),
             "apart": lambda: self.backward(apart.backward),
             "apart, h again": lambda: self.backward(apart.backward, again=True),
         }
@@ -85,7 +89,7 @@ class Case:
             again = name == hopper.DEFAULT[2]
             backward[f"hopper {name}"] = functools.partial(self.backward, hopper.backward, config=plan, again=again)
         heads: dict[str, Run] = {
-            "cuBLAS alone": lambda: (F.linear(self.x, self.heads_weight),),
+            "cuBLAS": lambda: (F.linear(self.x, self.heads_weight),),
             "apart": lambda: self.heads(heads_apart.forward),
             f"hopper {hopper.DEFAULT[0]}": lambda: self.heads(heads_hopper.forward),
         }
@@ -140,41 +144,47 @@ def measure(rows: int, device: torch.device, options: argparse.Namespace) -> lis
     case, found = Case(rows, device), []
     for direction, runs in case.runs().items():
         kept: dict[str, Run] = {}
+        errors: dict[str, float] = {}
         for name, run in runs.items():
-            if name != "cuBLAS alone":
+            if name not in PEERS:
                 try:
-                    error = case.wrong(direction, run)
+                    errors[name] = case.wrong(direction, run)
                 except Exception as failure:  # whatever it throws is the finding
                     print(f"{rows} {direction} {name}: {type(failure).__name__}: {str(failure)[:300]}", flush=True)
                     continue
-                print(f"{rows} {direction} {name}: relative error {error:.2e}", flush=True)
-                if not error < TOLERANCE:
+                print(f"{rows} {direction} {name}: relative error {errors[name]:.2e}", flush=True)
+                if not errors[name] < TOLERANCE:
                     continue
             kept[name] = timing.captured(run)
         if options.check:
             continue
         times = timing.interleaved(kept, rounds=options.rounds, rep=options.rep)
+        rates = {name: round(_flops(direction, rows) / ms / 1e9, 1) for name, ms in times.items()}
         for name, ms in times.items():
             row = {
-                "rows": rows, "pass": direction, "variant": name, "ms": round(ms, 4),
-                "tflops": round(_flops(direction, rows) / ms / 1e9, 1),
-                "of_apart": round(times["apart"] / ms, 3), "ghz": round(timing.sm_ghz(kept[name], 150), 3),
+                "case": f"{direction}-{rows}", "op": "project_rotary" if direction == "heads" else "project_gated",
+                "pass": "backward" if direction == "backward" else "forward", "variant": name, "head_dim": WIDTH,
+                "ms": round(ms, 4), "tflops": rates[name], "of_apart": round(times["apart"] / ms, 3),
+                "ghz": round(timing.sm_ghz(kept[name], 150), 3), "error": errors.get(name),
+                "peers": {peer: rates[peer] for peer in PEERS}, "unit": "tflops",
             }  # fmt: skip
             found.append(row)
-            print(json.dumps(row), flush=True)
+            print(json.dumps({k: v for k, v in row.items() if k not in ("peers", "unit", "head_dim")}), flush=True)
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m gem_kernels.bench.gated", description=__doc__.split(":")[0])
     parser.add_argument("--rows", type=int, action="append", help="may be repeated; default 65536 and 262144")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rep", type=int, default=60, help="milliseconds of a variant in each round")
     parser.add_argument("--check", action="store_true", help="no times")
     parser.add_argument("--once", metavar="DIRECTION", help="run this pass's default twice, for a profiler")
+    parser.add_argument("--commit", help="what is measured; default: what git says")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(words)
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -188,7 +198,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows = [row for count in options.rows or [65536, 262144] for row in measure(count, device, options)]
     if options.out:
-        options.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+        command = ["python", "-m", "gem_kernels.bench.gated", *header._without(words, "--out", "--commit")]
+        told = {
+            "suite": "projections", "date": datetime.date.today().isoformat(), "card": torch.cuda.get_device_name(),
+            "commit": options.commit or header._commit(), "versions": header._versions(),
+            "command": shlex.join(command), "ceilings": {}, "rows": rows,
+        }  # fmt: skip
+        options.out.write_text(json.dumps(told, indent=1) + "\n")
     return 0
 
 
