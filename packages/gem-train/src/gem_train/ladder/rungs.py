@@ -125,12 +125,6 @@ def _cards(config: RunConfig, runtime: Runtime) -> str:
     return "" if runtime.world > 1 else "needs several cards: one has nothing to gather"
 
 
-def _one_card(config: RunConfig, runtime: Runtime) -> str:
-    if runtime.device.type != "cuda":
-        return "CUDA graphs need a CUDA device"
-    return "" if runtime.world == 1 else "sharded parameters have other addresses in each pass"
-
-
 def never(reason: str) -> Check:
     """A rung whose code is not written yet."""
     return lambda config, runtime: reason
@@ -195,7 +189,7 @@ RUNGS = (
         name="CUDA graphs",
         what="the layers of both passes replayed from CUDA graphs, the events brought to a capacity",
         settings=("train.cuda_graphs=on",),
-        missing=_one_card,
+        missing=_cuda,
     ),
     Rung(
         name="FP8 linear",
@@ -291,7 +285,7 @@ RUNGS = (
         name="BBS",
         what="sub-batches dealt to the ranks by cost",
         settings=("data.balance=bbs",),
-        on="larger parts",
+        on="CUDA graphs",
         missing=_several,
     ),
     Rung(
