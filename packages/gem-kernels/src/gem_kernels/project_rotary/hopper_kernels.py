@@ -37,7 +37,7 @@ def _loader(
 @gluon.jit
 def _cos_sin(angle):
     """Of angles up to some 10^5, to 1e-6: whole turns are taken off in two steps, of which the first is exact."""
-    turns = gl.floor(angle * 0.15915494309189535 + 0.5)
+    turns = (angle * 0.15915494309189535 + 12582912.0) - 12582912.0  # the nearest whole number, by rounding to 2^0
     rest = angle - turns * 6.28125
     rest = rest - turns * 0.0019353071795864769
     cos = gl.inline_asm_elementwise(
