@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from gem_kernels.nn import RMSNorm
 from gem_model import GEM, TowerConfig, preset, replay, sequence
-from gem_model.projection import project_bare
+from gem_model.projection import folded
 from gem_model.replay_sharded import ShardedReplay
 from gem_model.roles import roles
 from gem_model.testing import Repeated, example_inputs, random_batch
@@ -145,7 +145,7 @@ def test_what_a_layer_has_normed_goes_to_the_next(monkeypatch):
     used = []
     monkeypatch.setattr(RMSNorm, "rows_twice", rows_twice)
     reader = sys.modules[sequence.read.__module__]
-    monkeypatch.setattr(reader, "project_bare", lambda *a: used.append(1) or project_bare(*a))
+    monkeypatch.setattr(reader, "folded", lambda *a: used.append(1) or folded(*a))
     with start("cpu", timeout_s=20) as runtime:
         wanted = train(runtime, "normed", graphs=False)
         assert used
