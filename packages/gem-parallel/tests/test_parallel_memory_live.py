@@ -166,3 +166,19 @@ def test_a_curve_without_a_backward_pass_counts_what_is_kept():
     costs = [worth.Cost("norm#0", seconds=1.0, nbytes=100, first=1, last=2)]
     found: Curve = worth.curve("0", costs, inputs=10, saved=300, unpacked=300, forward_s=9.0)
     assert [(p.kept, p.working) for p in found.points] == [(10, 300), (200, 300), (300, 300)]
+
+
+def test_what_two_regions_keep_is_counted_once():
+    """tanh keeps its result, which the next region's linear layer keeps as well."""
+
+    def part() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    net = nn.Sequential(part(), part()).train()
+    regions = Regions(net, ["0", "1"], MemoryConfig(policy="uniform", recompute_min_kib=0.1))
+    for _ in range(MEASURED_STEPS + 1):
+        regions.begin()
+        x = torch.randn(64, WIDTH, requires_grad=True)
+        net(x).square().sum().backward()
+    assert regions.plan is not None
+    assert [row.point.kept for row in regions.plan.regions] == [2 * x.nbytes, x.nbytes]

@@ -120,6 +120,7 @@ class Backward:
     Attributes:
         moments: in their order.
         ahead: the most that a second forward pass needs.
+        results: which of the region's results it keeps itself.
         packing_s, packing_host_s: of the device and of the host, to pack all that is packed and to unpack it.
     """
 
@@ -127,6 +128,7 @@ class Backward:
         self.saved = saved
         self.moments: list[Moment] = []
         self.ahead = 0
+        self.results: tuple[int, ...] = ()
         self.packing_s = self.packing_host_s = 0.0
         self._meter: Meter | None = None
         self._whole = self._live = self._at = self._read = 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -39,6 +40,7 @@ from gem_parallel.memory.profile import (
     hold_back,
     host_cost,
     is_on_card,
+    plain_tensors,
     tensor_bytes,
     with_host,
 )
@@ -107,6 +109,7 @@ class Regions:
         self._points: dict[str, Point] = {}
         self._compiled: dict[str, dict[float, Function]] = {}
         self._kinds: dict[str, Curve] = {}
+        self._elsewhere: dict[int, StorageWeakRef] = {}  # what measured regions keep of their results
         self._insides = {name: _with_insides(model.get_submodule(name)) for name in outer}
         if config.inside != "none" and not any(self._insides.values()):
             warnings.warn(
@@ -269,9 +272,11 @@ class Regions:
                 self._measure_compiled(name, module, function, args, kwargs)
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
         if self.config.engine == "eager":
-            if counts:
-                self._measure_results(name, module, function, args, kwargs)
-            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+            kept = self._measure_results(name, module, function, args, kwargs) if counts else ()
+            out = checkpoint(function, *args, use_reentrant=False, **kwargs)
+            for storage in (t.untyped_storage() for i, t in enumerate(plain_tensors(out)) if i in kept):
+                self._elsewhere[storage._cdata] = StorageWeakRef(storage)  # it lives as long as whoever reads it
+            return out
         size = self.keeper.size if self.keeper.works else bytes_of
         recorder = Recorder(size=size)
         size_saved = self.keeper.size_saved if self.keeper.works else bytes_of
@@ -288,8 +293,12 @@ class Regions:
             self.curves[name] = with_host(found, host_cost(function, args, kwargs)) if card else found
         return out
 
-    def _measure_results(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
-        """The curve of a region whose results are computed again one by one."""
+    def _measure_results(
+        self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any
+    ) -> tuple[int, ...]:  # fmt: skip
+        """The curve of a region whose results are computed again one by one; which of its results it keeps itself."""
+        elsewhere = {key for key, storage in self._elsewhere.items() if not storage.expired()}
+        results: tuple[int, ...] = ()
         card = is_on_card(args, kwargs)
         host_s = host_cost(function, args, kwargs).forward_s
         forward_s = device_seconds(function, args, kwargs) if card else host_s
@@ -308,9 +317,10 @@ class Regions:
         for keeper, inside in itertools.product(keepers, took):
             with self._inside(name, inside):
                 saved, costs, backward = worth.watch(
-                    function, args, kwargs, module, keeper, least=self._least, before=before
+                    function, args, kwargs, module, keeper, least=self._least, before=before, elsewhere=elsewhere
                 )
             wholes.setdefault(inside, saved)
+            results = results or backward.results
             found.append(
                 worth.curve(
                     name,
@@ -333,6 +343,7 @@ class Regions:
             self.curves[name] = least
         else:
             self.curves[name] = worth.merged(*found)
+        return results
 
     def _measure_compiled(self, name: str, module: nn.Module, function: Function, args: Any, kwargs: Any) -> None:
         """The curve of a compiled region; equal modules with equal inputs are compiled and measured once."""

@@ -56,9 +56,11 @@ class Cost:
 class _Watching(Saving):
     """Keeps everything, and takes down what it sees."""
 
-    def __init__(self, keeper: Keeper, *, least: int, module: nn.Module, size: Size) -> None:
+    def __init__(
+        self, keeper: Keeper, *, least: int, module: nn.Module, size: Size, elsewhere: Collection[int] = ()
+    ) -> None:
         super().__init__((), keeper, least=least, module=module)
-        self.size = size
+        self.size, self.elsewhere = size, elsewhere
         self.costs: dict[str, Cost] = {}
         self.clocks: dict[str, Clock] = {}
         self.packing: dict[tuple[Any, ...], tuple[Clock, Clock, int]] = {}  # once, once again, and who saves it
@@ -79,8 +81,10 @@ class _Watching(Saving):
                 self.costs[name] = Cost(name, first=self.at)
                 self._time(place.result, self.costs[name], tensor)
             self.costs[name].last = self.at
-        if has_storage(tensor) and tensor.untyped_storage()._cdata not in self.own and not is_weight(tensor):
-            self._count_bytes(tensor, name)
+        if has_storage(tensor) and not is_weight(tensor):
+            key = tensor.untyped_storage()._cdata
+            if key not in self.own and key not in self.elsewhere:
+                self._count_bytes(tensor, name)
         own = self.size(tensor)
         return tensor.detach(), name, self.at, tensor.nbytes if own < tensor.nbytes else 0
 
@@ -157,26 +161,33 @@ def watch(
     *,
     least: int,
     before: Callable[[], None] = lambda: None,
+    elsewhere: Collection[int] = (),
 ) -> tuple[int, list[Cost], Backward]:
     """Run a region for what it would keep. Generators are left as they were; nothing of the run is left.
 
     Args:
         before: called when everything is ready to run.
+        elsewhere: storages that regions before it keep anyway.
 
     Returns:
         (bytes that autograd would save beside parameters and buffers, costs of what can be computed again, the backward
         pass, without a moment in it where none was run: FSDP units inside a region wait for their own)
     """
-    watching = _Watching(keeper, least=least, module=module, size=keeper.size_saved if keeper.works else bytes_of)
+    watching = _Watching(
+        keeper, least=least, module=module, size=keeper.size_saved if keeper.works else bytes_of, elsewhere=elsewhere
+    )
     devices = sorted({t.device.index for t in plain_tensors((args, kwargs)) if t.is_cuda})
     with torch.random.fork_rng(devices):
         args, kwargs = tree_map(cut_off, (args, dict(kwargs)))
         before()
         with watching.hooks():
             out = function(*args, **kwargs)
-        found = [t for t in plain_tensors(out) if t.requires_grad]
+        made = plain_tensors(out)
+        storages = watching.storages
+        watching.backward.results = tuple(i for i, t in enumerate(made) if t.untyped_storage()._cdata in storages)
+        found = [t for t in made if t.requires_grad]
         leaves = [t for t in (*plain_tensors((args, kwargs)), *module.parameters()) if t.requires_grad]
-        del out
+        del out, made
         if found and leaves and not waits_for_units(module):
             device = found[0].device
             watching.backward.run(found, leaves)
