@@ -139,6 +139,8 @@ def test_mistakes_are_answered_in_one_line_with_exit_code_2(arguments, says, cap
         (["ladder", "synthetic", "--limit", "-1"], "--limit: got '-1'; expected a number, 0 or more"),
         (["diff", "a", "b", "--level", "95"], "--level: got '95'; expected a share between 0 and 1"),
         (["plan", "synthetic", "--gpus", "0"], "--gpus: got '0'"),
+        (["rnu", "synthetic"], "invalid choice: 'rnu'; did you mean 'run'?"),
+        (["bench", "synthetic", "--by", "kernels"], "invalid choice: 'kernels'; did you mean 'kernel'?"),
         (["compare", "synthetic", "--draws", "99"], f"--draws: got '99'; expected a whole number, {FEWEST} or more"),
         (["diff", "a", "b", "--draws", "99"], f"--draws: got '99'; expected a whole number, {FEWEST} or more"),
     ],

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from gem_train.__about__ import __version__
 
 FEWEST_DRAWS = 100  # as gem_train.metrics.bootstrap has it, which would load numpy to tell
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what may have been meant by a word that is no choice, as later Pythons do."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and exit with 2."""
+        from gem_train.config.tree import suggest  # not for whoever makes no mistake
+
+        found = re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message)
+        if found is not None:
+            message = message.replace(" (choose", suggest(found[1], re.findall(r"[\w-]+", found[2])) + " (choose", 1)
+        super().error(message)
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of `gem-train`; the chosen command is in `verb`."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="gem-train",
         description="Train, evaluate and report recommendation models of the GEM kind.",
         epilog="Exit codes: 0 done, or stopped as asked with a checkpoint; 1 what was looked at is not well, such as a "
@@ -21,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "4 another rank is gone; 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gem-train {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verbs = top.add_subparsers(dest="verb", metavar="COMMAND")
 
@@ -228,7 +243,7 @@ def _measure(command: argparse.ArgumentParser) -> None:
     command.add_argument("--repeats", metavar="N", type=_whole(0), default=3, help="of each layer alone (3)")
 
 
-def _data(command: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+def _data(command: argparse.ArgumentParser, common: _Parser) -> None:
     from gem_train.preparing import SOURCES
 
     actions = command.add_subparsers(dest="action", metavar="ACTION", required=True)
