@@ -35,6 +35,7 @@ from gem_lowprec import (
 )
 from gem_lowprec.block_gemm import CONFIGS
 from gem_lowprec.norm_linear import LowPrecisionNormLinear
+from gem_lowprec.weight import QuantizedWeight
 from torch import nn
 
 pytestmark = [
@@ -221,3 +222,20 @@ def test_mx_matmul(m, n, k):
     expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
     with poisoned():
         assert relative(mx_matmul(a, b, torch.float32), expected) < 1e-5
+
+
+@HOPPER
+def test_a_layer_whose_weight_arrives_quantised():
+    """As an FSDP gather in FP8 leaves it: the same bits as with the weight itself, in all three products."""
+    torch.manual_seed(3)
+    x = torch.randn(300, 384, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(256, 384, device="cuda", dtype=torch.bfloat16)
+    g = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+    products = Products(forward="fp8_block", dgrad="fp8_block", wgrad="fp8_block")
+    found = []
+    for weight in (w, QuantizedWeight(quantize(w, FP8_128X128))):
+        leaves = x.clone().requires_grad_(), weight.requires_grad_()
+        y = low_precision_linear(*leaves, products=products)
+        found.append((y, *torch.autograd.grad(y, leaves, g)))
+    for plain, gathered in zip(*found, strict=True):
+        assert torch.equal(plain, gathered)

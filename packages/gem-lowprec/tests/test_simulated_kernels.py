@@ -9,11 +9,13 @@ import torch
 from gem_kernels import jagged_attention
 from gem_kernels.simulator import Fault, instead, language, simulating
 from gem_kernels.testing import offsets_of, poisoned, relative_error
-from gem_lowprec import FP8_1X128, FP8_128X128, block_matmul, hopper, norms, orientations, quantize
+from gem_lowprec import FP8_1X128, FP8_128X128, block_matmul, gemm, hopper, norms, orientations, quantize
 from gem_lowprec.attention import forward_kernel, launch, steps
 from gem_lowprec.attention.operands import _dequantise_native, _quantise_native, key_blocks, quantise_reference
 from gem_lowprec.attention.projection import Between, project
 from gem_lowprec.block_gemm import CONFIGS
+from gem_lowprec.products import Plan, Products
+from gem_lowprec.weight import QuantizedWeight
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the other tests have it on a card")
 
@@ -141,6 +143,22 @@ def test_product(name, splits):
     with simulating(seed=4, processors=2), poisoned():
         got = block_matmul(a, b, torch.bfloat16, bias, config=CONFIGS[name], splits=splits)
     assert relative_error(got, a.dequantize(torch.float64) @ b.dequantize(torch.float64).T + bias.double()) < 5e-3
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("name", ["forward", "dgrad"])
+def test_products_of_a_weight_that_arrives_quantised(monkeypatch, name):
+    monkeypatch.setattr(gemm, "_no_block_kernel", lambda _device: None)
+    generator = torch.Generator().manual_seed(10)
+    weight = QuantizedWeight(quantize(torch.randn(264, 300, generator=generator).bfloat16(), FP8_128X128))
+    a = quantize(torch.randn(70, 300 if name == "forward" else 264, generator=generator), FP8_1X128)
+    products = Products(forward="fp8_block", dgrad="fp8_block", wgrad="fp8_block")
+    plan = Plan(products=products, dtype=torch.bfloat16, seed=0, stream=0, step=0, micro=0)
+    with simulating(seed=10, processors=2), poisoned():
+        operand = gemm.Operand(value=a.data, role="input", quantized=a)
+        got = plan.run(name, operand, plan.weight(name, weight), torch.float32)
+    w = weight.quantized.dequantize(torch.float64)
+    assert relative_error(got, a.dequantize(torch.float64) @ (w.T if name == "forward" else w)) < 5e-4
 
 
 @pytest.mark.usefixtures("card")

@@ -89,7 +89,7 @@ def _check(name: str, q: QTensor) -> None:
         raise TypeError(f"{name} must be a QTensor, got {type(q).__name__}")
     if q.spec.element is not E4M3 or q.spec.block not in ((1, DEPTH), (DEPTH, DEPTH)) or q.spec.scale == "e8m0":
         raise ValueError(f"{name} must be E4M3 in blocks of 1 x 128 or 128 x 128 with float32 scales, got {q.spec}")
-    if q.dim != -1 or len(q.shape) != 2:
+    if len(q.shape) != 2 or (q.dim != -1 and not q.spec.symmetric):  # square blocks are the same along either dimension
         raise ValueError(
             f"{name} must be a matrix that is quantised along its last dim, got {list(q.shape)} dim {q.dim}"
         )
@@ -97,7 +97,7 @@ def _check(name: str, q: QTensor) -> None:
 
 def operand(q: QTensor) -> QTensor:
     """`q` as TMA can load it: lines of data at multiples of 16 bytes, scales of rows in lines at multiples of 16 bytes.
-    What `quantize_both` makes is returned as it is.
+    What `quantize_both` makes is returned as it is; the transposed view of a gathered weight is written out.
     """
     data, scale = q.data, q.scale
     if data.stride(1) != 1 or data.stride(0) % 16 or data.data_ptr() % 16:
