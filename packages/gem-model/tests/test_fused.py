@@ -78,6 +78,20 @@ def test_the_same_in_float64(personal, bare, monkeypatch):
     torch.testing.assert_close(together, apart)
 
 
+def test_what_is_watched_is_apart(monkeypatch):
+    """A plan of what is kept knows operators apart, and so does torch.compile."""
+    config = preset("tiny")
+    tower = randomised(Tower(config, config.width), 0.3).double()
+    for kind in (PersonalisedFFN, HistoryAttention):
+        monkeypatch.setattr(kind, "_fused", lambda self, *a: pytest.fail("made together"))
+    leaves = (
+        history([4, 0, 7, 1], config.width),
+        *(torch.randn(4, n, config.width, dtype=torch.float64).requires_grad_() for n in (3, config.n_sum)),
+    )
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        run([tower], True, leaves, monkeypatch)
+
+
 @pytest.mark.gpu
 def test_on_a_card(monkeypatch):
     """BF16 at the width of "large", against float64, as close as apart; and the same bits again."""

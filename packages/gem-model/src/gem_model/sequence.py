@@ -24,6 +24,7 @@ from gem_kernels import (
     rotary_heads,
 )
 from gem_kernels.nn import NormLinear, RMSNorm
+from gem_kernels.project_gated import watched
 from torch import Tensor, nn
 
 from gem_model.config import GemConfig
@@ -55,7 +56,7 @@ class PersonalisedFFN(nn.Module):
 
     Attributes:
         fused: both products at the gate are made with the gate in their registers (gem_kernels.project_gated), where
-            nothing wants them apart: no hook, no precision recipe, nothing that is written again instead of kept.
+            nothing wants them apart: no hook, no precision recipe, no plan of what is kept.
     """
 
     fused = True
@@ -89,7 +90,7 @@ class PersonalisedFFN(nn.Module):
 
     @property
     def _fuses(self) -> bool:
-        if not self.fused or not plain(self.down) or self.down.bias is None:
+        if not self.fused or watched() or not plain(self.down) or self.down.bias is None:
             return False
         return not self.personal or (plain(self.out) and self.out.bias is not None)
 
@@ -173,7 +174,7 @@ class HistoryAttention(nn.Module):
     def forward(self, history: History, cls: Tensor) -> tuple[History, Tensor]:
         """Events [T, d] and CLS tokens [B, C, d] -> the same shapes."""
         if self.together and history.requests is None:
-            given = rows_for(self.qkv, history) if self.fused else None
+            given = rows_for(self.qkv, history) if self.fused and not watched() else None
             if given is not None:
                 return self._fused(*given, cls)
             width = self.heads * self.head_dim

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS, check_count, check_number, dense
-from gem_kernels.project_gated.functions import GatedDown, project
+from gem_kernels.project_gated.functions import GatedDown, project, watched
 from gem_kernels.projections import gated_heads
 from gem_kernels.projections.checks import check_vector
 
-__all__ = ["GatedDown", "project_gated"]
+__all__ = ["GatedDown", "project_gated", "watched"]
 
 
 def project_gated(
@@ -32,7 +30,8 @@ def project_gated(
 
         [gate || up || q] = x W^T + b      h = silu(gate) * up      q_h = q_h / sqrt(mean(q_h^2) + eps) * gain
 
-    On Hopper one kernel makes all of it, from the product's registers; elsewhere the product is torch's.
+    On Hopper one kernel makes all of it, from the product's registers; elsewhere the product is torch's. What is
+    `watched` is made apart.
 
     Args:
         x: [T, K] float16, bfloat16, float32 or float64.
@@ -73,8 +72,7 @@ def project_gated(
             raise ValueError(f"{what} must be on {x.device} with x; got {tensor.device}")
     features = (f"hidden:{hidden}", f"head:{width // heads}", f"behind:{width}")
     name = dispatch.choose("project_gated", x, backend, features)
-    watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-    if name == dispatch.REFERENCE or watched:
+    if name == dispatch.REFERENCE or watched():
         packed = F.linear(x, weight, None if bias is None else bias.detach().to(x.dtype))
         other = None if name == "hopper" else name
         return gated_heads(packed, hidden, heads, gain, bias=bias, eps=eps, backend=other)

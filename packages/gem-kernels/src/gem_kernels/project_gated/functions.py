@@ -8,13 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gem_kernels import dispatch
 from gem_kernels.project_gated import reference
 from gem_kernels.project_gated import triton as separate
 from gem_kernels.projections import gates
 
-__all__ = ["GatedDown", "project"]
+__all__ = ["GatedDown", "project", "watched"]
+
+
+def watched() -> bool:
+    """Whether somebody who knows them apart looks at operators (torch.compile, a dispatch mode), or at what they keep
+    (hooks on saved tensors: checkpoints, offloading, plans of what is kept).
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return True
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class GatedDown:
@@ -22,7 +32,7 @@ class GatedDown:
     reader this is: its backward pass goes through the gate as well, in one kernel on Hopper.
 
     One such object serves one forward pass. Where h comes from an operator that does not take it (the reference; under
-    torch.compile or a dispatch mode), the products are ordinary ones.
+    torch.compile, a dispatch mode or hooks on saved tensors), the products are ordinary ones.
 
     Args:
         again: h is not kept for the gradient of W, but written again by the backward pass.

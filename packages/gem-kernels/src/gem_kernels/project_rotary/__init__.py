@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gem_kernels import dispatch
 from gem_kernels.checks import FLOATS, check_number, dense
+from gem_kernels.project_gated.functions import watched
 from gem_kernels.projections.checks import check_vector
 from gem_kernels.projections.rotary import Among, Turn, _check_among, _Rotary, rotary_heads
 
@@ -35,7 +35,7 @@ def project_rotary(
     """`rotary_heads` of a projection, [q || k || v] = x W^T + b or [k || v], made where the projection is.
 
     On Hopper one kernel makes all of it, from the product's registers; elsewhere the product is torch's. There a gain
-    for one of q and k alone, and what is watched (torch.compile, a dispatch mode), is made apart, too.
+    for one of q and k alone, and what is watched (as of `project_gated`), is made apart, too.
 
     Args:
         x: [T, K] float16, bfloat16, float32 or float64.
@@ -66,8 +66,7 @@ def project_rotary(
     width = weight.shape[0] // (len(gains) + 1)
     features = (f"head:{width // heads}", f"behind:{width}")
     name = dispatch.choose("project_rotary", x, backend, features)
-    watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-    if name != "hopper" or watched or (gains[0] is None) != (gains[-1] is None):
+    if name != "hopper" or watched() or (gains[0] is None) != (gains[-1] is None):
         packed = F.linear(x, weight, None if bias is None else bias.detach().to(x.dtype))
         return rotary_heads(
             packed, heads, gains, turns=turns, readers=readers, among=among, bias=bias, eps=eps,
