@@ -161,7 +161,8 @@ class Loader:
             )
         if config.drop_last and n < size and config.budget is None:
             raise ValueError(
-                f"{n} rows do not fill one global batch of {size}; lower batch_size, or let the last batch be smaller (LoaderConfig.drop_last=False)"
+                f"{n} rows do not fill one global batch of {size}; lower batch_size, or let the last batch be smaller "
+                "(LoaderConfig.drop_last=False)"
             )
         self.epoch = self.step = 0
         self._collate = Collator(
