@@ -128,7 +128,7 @@ def test_in_the_simulator(monkeypatch, seed):
 
 
 @SIMULATED
-@pytest.mark.parametrize(("forward", "backward"), [("10 + 1", "8 + 2"), (None, "again")])
+@pytest.mark.parametrize(("forward", "backward"), [("10 + 1", "6 + 3 ahead"), ("8 + 2 ahead", "again")])
 def test_other_rings_in_the_simulator(monkeypatch, forward, backward):
     how = WAYS[2] if backward == "again" else WAYS[0]
     simulated(
@@ -202,7 +202,7 @@ class TestHopper:
         for a, b in zip(*((*y, *g) for y, g in runs), strict=True):
             assert a is b is None or torch.equal(a, b)
 
-    @pytest.mark.parametrize("name", ["10 + 1", "8 + 2", "again"])
+    @pytest.mark.parametrize("name", ["8 + 2 ahead", "10 + 1", "6 + 3 ahead", "again"])
     def test_other_rings(self, monkeypatch, name):
         if name in hopper.FORWARD:
             monkeypatch.setitem(hopper.FORWARD, hopper.DEFAULT[0], hopper.FORWARD[name])

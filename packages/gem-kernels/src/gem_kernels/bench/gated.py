@@ -66,10 +66,10 @@ class Case:
         rest, h = run(self.dy, self.both, self.packed, dpacked, dbias, HIDDEN, **how)
         return dpacked[:, : 2 * HIDDEN], dbias, rest, h
 
-    def heads(self, run: Callable[..., tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, ...]:
+    def heads(self, run: Callable[..., tuple[Tensor, list[Tensor]]], **how: Any) -> tuple[Tensor, ...]:
         """packed, q without the rows that are left to others, and k."""
         given = (self.bias[: 3 * WIDTH], [self.gain, self.gain], HEADS, [self.age], [1e2], self.seats, self.added, EPS)
-        packed, (q, k) = run(self.x, self.heads_weight, *given)
+        packed, (q, k) = run(self.x, self.heads_weight, *given, **how)
         return packed, q, k
 
     def runs(self) -> dict[str, dict[str, Run]]:
@@ -91,8 +91,9 @@ class Case:
         heads: dict[str, Run] = {
             "cuBLAS": lambda: (F.linear(self.x, self.heads_weight),),
             "apart": lambda: self.heads(heads_apart.forward),
-            f"hopper {hopper.DEFAULT[0]}": lambda: self.heads(heads_hopper.forward),
         }
+        for name, config in hopper.FORWARD.items():
+            heads[f"hopper {name}"] = functools.partial(self.heads, heads_hopper.forward, config=config)
         return {"forward": forward, "backward": backward, "heads": heads}
 
     def exact(self, direction: str, rows: slice) -> tuple[Tensor, ...]:

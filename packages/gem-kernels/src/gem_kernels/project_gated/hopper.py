@@ -29,33 +29,43 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """A ring of `slots` steps of rows, and `out` parts of the result for each consumer."""
+    """A ring of `slots` steps of rows, which are asked for to come to L2 `ahead` tiles before, and `out` parts of the
+    result for each consumer.
+    """
 
     slots: int
     out: int
+    ahead: int = 0
 
     def constants(self, steps: int, *, q: bool, dim: int, bias: bool, norm: bool) -> dict[str, Any]:
         """The kernel's."""
         given = {"STEPS": steps, "SLOTS": self.slots, "PHASES": phases(steps, self.slots), "OUT": self.out, "Q": q}
-        return {**given, "DIM": dim, "BIAS": bias, "NORM": norm, "REGS": 232}
+        return {**given, "DIM": dim, "BIAS": bias, "NORM": norm, "AHEAD": self.ahead, "REGS": 232}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """A ring of `slots` steps of rows, and `sets` of 64 columns of gate and up."""
+    """A ring of `slots` steps of rows, and `sets` of 64 columns of gate and up, which are asked for to come to L2
+    `ahead` tiles before.
+    """
 
     slots: int
     sets: int
+    ahead: int = 0
 
     def constants(self, steps: int, *, rest: bool, again: bool, bias: bool) -> dict[str, Any]:
         """The kernel's."""
         given = {"STEPS": steps, "SLOTS": self.slots, "PHASES": phases(steps, self.slots), "SETS": self.sets}
-        return {**given, "REST": rest, "AGAIN": again, "BIAS": bias, "REGS": 232}
+        return {**given, "REST": rest, "AGAIN": again, "BIAS": bias, "AHEAD": self.ahead, "REGS": 232}
 
 
-FORWARD = {"8 + 2": Forward(slots=8, out=2), "10 + 1": Forward(slots=10, out=1)}
+FORWARD = {
+    "8 + 2": Forward(slots=8, out=2), "8 + 2 ahead": Forward(slots=8, out=2, ahead=2),
+    "10 + 1": Forward(slots=10, out=1),
+}  # fmt: skip
 BACKWARD = {
-    "6 + 3": Backward(slots=6, sets=3), "8 + 2": Backward(slots=8, sets=2), "again": Backward(slots=6, sets=2)
+    "6 + 3": Backward(slots=6, sets=3), "6 + 3 ahead": Backward(slots=6, sets=3, ahead=2),
+    "again": Backward(slots=6, sets=2),
 }  # fmt: skip
 
 DEFAULT = ("8 + 2", "6 + 3", "again")  # forward, backward, and backward where h is made again
@@ -129,8 +139,9 @@ def forward(
         with torch.cuda.device(x.device):
             hopper_forward.kernel[(grid(x.device, hidden // HALF.value, width // COLUMNS.value),)](
                 rows_of(x), gates, behind, rows_of(packed), rows_of(h), rows_of(q if width else h),
-                weight if bias is None else bias, weight if gain is None else gain,
-                triton.cdiv(rows, ROWS.value), hidden // HALF.value, width // COLUMNS.value, hidden, eps,
+                x, weight if bias is None else bias, weight if gain is None else gain,
+                triton.cdiv(rows, ROWS.value), hidden // HALF.value, width // COLUMNS.value, hidden,
+                rows, x.stride(0), eps,
                 **constants, num_warps=4,
             )  # fmt: skip
     return packed, h, q.view(rows, heads, dim)
@@ -164,7 +175,7 @@ def backward(
         hopper_backward.kernel[(programs,)](
             rows_of(dy), _descriptor(weight, HALF.value, COLUMNS.value), rows_of(packed), rows_of(dpacked),
             rows_of(dpacked if h is None else h), rows_of(rest if behind else dpacked),
-            sums, tiles, gates, rests, hidden, **constants, num_warps=4,
+            packed, sums, tiles, gates, rests, hidden, rows, packed.stride(0), **constants, num_warps=4,
         )  # fmt: skip
     if dbias is not None:
         sum_up(sums, parts, dbias)
@@ -203,7 +214,7 @@ def compile_cases() -> list[CompileCase]:
         types = types_of(hopper_forward.kernel, blocks, constants)
         cases.append(CompileCase(
             f"project_gated hopper forward {name}", hopper_forward.kernel, types, constants,
-            Tile(bm=tile, bn=columns), ("bias_ptr", "gain_ptr"), (90,), source,
+            Tile(bm=tile, bn=columns), ("bias_ptr", "gain_ptr", "x_ptr", "x_row"), (90,), source,
         ))  # fmt: skip
     for name, plan in (*BACKWARD.items(), ("alone", BACKWARD[DEFAULT[1]])):
         whole = name != bare[0]
@@ -213,6 +224,6 @@ def compile_cases() -> list[CompileCase]:
         types = types_of(hopper_backward.kernel, blocks, constants)
         cases.append(CompileCase(
             f"project_gated hopper backward {name}", hopper_backward.kernel, types, constants,
-            Tile(bm=tile, bn=columns), ("parts_f32",), (90,), source,
+            Tile(bm=tile, bn=columns), ("parts_f32", "packed_ptr", "packed_row"), (90,), source,
         ))  # fmt: skip
     return cases

@@ -23,6 +23,7 @@ from gem_kernels.project_gated.hopper_tiles import (
     put,
     share,
     sigmoid,
+    to_l2,
 )
 
 
@@ -38,12 +39,18 @@ def _rows_loader(
     mbarrier.expect(weight, STEPS * w_desc.block_type.nbytes)
     for k in gl.static_range(STEPS):
         tma.async_copy_global_to_shared(w_desc, [k * HALF, column * COLUMNS], weight, w_buf.index(k))
-    load_rows(x_desc, x_buf, full, empty, first, tiles, across, 0, STEPS, SLOTS, PHASES)
+    soon = (0, 0, 0, 0, 0)
+    load_rows(x_desc, x_buf, full, empty, first, tiles, across, 0, soon, STEPS, SLOTS, PHASES, 0)
 
 
 @gluon.jit
-def _gates_loader(packed_desc, buffers, barriers, sizes, hidden, SETS: gl.constexpr, PER: gl.constexpr):
-    """Gate and up of 64 columns at a time: a set, of which a tile has two."""
+def _gates_loader(
+    packed_desc, packed_ptr, packed_row, tokens, buffers, barriers, sizes, hidden,
+    SETS: gl.constexpr, PER: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Gate and up of 64 columns at a time: a set, of which a tile has two. AHEAD: of how many tiles later a set is
+    asked for to come to L2.
+    """
     sets = buffers[2]
     there, taken = barriers[3], barriers[4]
     tiles, gates, rests = sizes
@@ -54,6 +61,11 @@ def _gates_loader(packed_desc, buffers, barriers, sizes, hidden, SETS: gl.conste
         for part in range(2):
             s = number % SETS
             at = column * COLUMNS + part * HALF
+            if AHEAD > 0:
+                r = (tile + AHEAD * across) * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
+                lines = packed_ptr + gl.minimum(r, tokens - 1).to(gl.int64) * packed_row + at
+                to_l2(lines)
+                to_l2(lines + hidden)
             mbarrier.wait(taken.index(s), ((number // SETS) & 1) ^ 1)
             barrier = there.index(number % (2 * NC * SETS))
             mbarrier.expect(barrier, 2 * packed_desc.block_type.nbytes)
@@ -165,11 +177,12 @@ def _consumer(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "gates", "rests", "hidden"])
+@gluon.jit(do_not_specialize=["tiles", "gates", "rests", "hidden", "tokens"])
 def kernel(
-    x_desc, w_desc, packed_desc, dpacked_desc, again_desc, rest_desc, parts_f32, tiles, gates, rests, hidden,
+    x_desc, w_desc, packed_desc, dpacked_desc, again_desc, rest_desc, packed_ptr, parts_f32, tiles, gates, rests,
+    hidden, tokens, packed_row,
     STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, SETS: gl.constexpr, REST: gl.constexpr,
-    AGAIN: gl.constexpr, BIAS: gl.constexpr, REGS: gl.constexpr,
+    AGAIN: gl.constexpr, BIAS: gl.constexpr, AHEAD: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     """`tiles` of 64 rows; `gates` tiles of 128 columns of dh, `rests` of what is behind them in w_desc (REST: there are
     any). AGAIN: h is written as well. BIAS: sums of the gradients of gate and up over each consumer's rows go to
@@ -205,7 +218,8 @@ def kernel(
             (_consumer, (1, outs, buffers, barriers, parts_f32, sizes, hidden,
                          STEPS, SLOTS, PHASES, SETS, PER, REST, AGAIN, BIAS)),
             (_rows_loader, (x_desc, w_desc, buffers, barriers, sizes, STEPS, SLOTS, PHASES)),
-            (_gates_loader, (packed_desc, buffers, barriers, sizes, hidden, SETS, PER)),
+            (_gates_loader, (packed_desc, packed_ptr, packed_row, tokens, buffers, barriers, sizes, hidden,
+                             SETS, PER, AHEAD)),
         ],
         [4, 1, 1],
         [REGS, 24, 24],

@@ -30,7 +30,8 @@ def _constants(
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "STEPS": steps, "SLOTS": config.slots, "PHASES": gated.phases(steps, config.slots), "OUT": config.out,
-        "DIM": dim, "BIAS": bias, "NORM": norm, "TURNS": turns, "AMONG": among, "REGS": 232,
+        "DIM": dim, "BIAS": bias, "NORM": norm, "TURNS": turns, "AMONG": among, "AHEAD": config.ahead,
+        "REGS": 232,
     }  # fmt: skip
 
 
@@ -61,10 +62,11 @@ def forward(
         with torch.cuda.device(x.device):
             hopper_kernels.kernel[(gated.grid(x.device, columns),)](
                 gated.rows_of(x), gated.in_pairs(weight, weight.shape[0] // HALF.value), gated.rows_of(packed),
-                *(gated.rows_of(p.view(p.shape[0], width)) for p in (parts[0], parts[-1])), parts[0],
+                *(gated.rows_of(p.view(p.shape[0], width)) for p in (parts[0], parts[-1])), x, parts[0],
                 weight if bias is None else bias, given[0], given[-1], places[0], places[-1],
                 packed if seats is None else seats.contiguous(), logs[0], logs[1],
-                triton.cdiv(rows, ROWS.value), columns, count + 1, rows, width, eps, **constants, num_warps=4,
+                triton.cdiv(rows, ROWS.value), columns, count + 1, rows, width, x.stride(0),
+                eps, **constants, num_warps=4,
             )  # fmt: skip
     return packed, parts
 
@@ -90,6 +92,6 @@ def compile_cases() -> list[CompileCase]:
         types |= {"log_first": "fp32", "log_second": "fp32"}
         cases.append(CompileCase(
             f"project_rotary hopper {name}", kernel, types, constants, Tile(bm=ROWS.value, bn=COLUMNS.value),
-            ("width", *(n for n in types if n.endswith("_ptr"))), (90,), source,
+            ("width", "x_row", *(n for n in types if n.endswith("_ptr"))), (90,), source,
         ))  # fmt: skip
     return cases
