@@ -71,7 +71,7 @@ def scaled_where_needed(monkeypatch):
 @pytest.mark.usefixtures("scaled_where_needed")
 @pytest.mark.parametrize(
     ("case", "config"),
-    [*((case, launch.Config()) for case in CASES), (CASES[1], launch.Config(stages=4, lazy=False))],
+    [*((case, launch.Config()) for case in CASES), (CASES[1], launch.Config(stages=4))],
     ids=str,
 )
 def test_attention(case, config):

@@ -171,7 +171,7 @@ def _quantised(
 @gluon.jit
 def _consume(
     W, shared, SHORT_K: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr, ALSO: gl.constexpr,
-    THRESHOLD: gl.constexpr, EMAX: gl.constexpr, LAZY: gl.constexpr,
+    THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
 ):  # fmt: skip
     """One block of every tile; the tiles' first blocks go round, so that none is idle for long where they have few."""
     scale, out, eighths, records, buffers, q_barriers, barriers = shared
@@ -208,14 +208,14 @@ def _consume(
                     k = k_buf.index(s)._reinterpret(gl.float8e4nv, [BLOCK, 1, D], SHORT_K).reshape([BLOCK, D])
                     acc, m, total, row_scale = short_step(
                         q, k, v_buf.index(2 * s), acc, m, total, row_scale, rows_told, scale, step, wholes * KEYS,
-                        k_len, barriers, KS, OL, LAZY,
+                        k_len, barriers, KS, OL,
                     )  # fmt: skip
                 q = q_buf.index(apart(slot)).reshape([BLOCK, D])
                 for i in range(wholes):
                     k = k_buf.index((step + shorts + i) % KS).reshape([KEYS, D])
                     acc, m, total, row_scale = whole_step(
                         q, k, v_buf, acc, m, total, row_scale, rows_told, scale, step + shorts + i,
-                        (i == 0) & (shorts == 0), (wholes - 1 - i) * KEYS, k_len, barriers, KS, OL, LAZY,
+                        (i == 0) & (shorts == 0), (wholes - 1 - i) * KEYS, k_len, barriers, KS, OL,
                     )  # fmt: skip
                 mbarrier.arrive(q_empty.index(slot), count=1)
                 total = gl.convert_layout(gl.sum(total, 1), ROW, True)
@@ -243,7 +243,6 @@ def forward_kernel(
     tiles_ptr, count_ptr, cursor_ptr, o8_ptr, o8_scale_ptr, o8_pitch, scale,
     D: gl.constexpr, KS: gl.constexpr, QS: gl.constexpr, GROUP: gl.constexpr, REGS: gl.constexpr,
     LOADER_REGS: gl.constexpr, ALSO: gl.constexpr, THRESHOLD: gl.constexpr, EMAX: gl.constexpr,
-    LAZY: gl.constexpr,
 ):  # fmt: skip
     """O and LSE. Q [T, H, D] and K [T, Hkv, D] in E4M3, V^T [blocks, Hkv, D, 128] (keys of 16 permuted), the scales of
     Q [T, H], of K and log2 of those of V [blocks, Hkv, 2]; `scale` holds log2(e) as a factor.
@@ -286,9 +285,9 @@ def forward_kernel(
     scales = (q_scale_ptr, kv_scale_ptr, kv_heads, heads)
     gl.warp_specialize(
         [
-            (_consume, (gl.to_tensor(0), shared, SHORT, D, KS, QS, ALSO, THRESHOLD, EMAX, LAZY)),
-            (_consume, (gl.to_tensor(1), shared, SHORT, D, KS, QS, ALSO, THRESHOLD, EMAX, LAZY)),
-            (_consume, (gl.to_tensor(2), shared, SHORT, D, KS, QS, ALSO, THRESHOLD, EMAX, LAZY)),
+            (_consume, (gl.to_tensor(0), shared, SHORT, D, KS, QS, ALSO, THRESHOLD, EMAX)),
+            (_consume, (gl.to_tensor(1), shared, SHORT, D, KS, QS, ALSO, THRESHOLD, EMAX)),
+            (_consume, (gl.to_tensor(2), shared, SHORT, D, KS, QS, ALSO, THRESHOLD, EMAX)),
             (_load_queries, (queries, records, q_buf, q_full, q_empty, QS)),
             (_load_keys, (keys, scales, records, (k_buf, v_buf, told), barriers, KS, GROUP, D)),
         ],

@@ -21,12 +21,9 @@ KINDS = {torch.float8_e4m3fn: "float8e4nv", torch.bfloat16: "bfloat16", torch.fl
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`stages`: buffers of K and of V; three consumers of 64 query rows share them. `lazy`: O is scaled anew only where
-    a maximum has risen by more than 2^3.
-    """
+    """`stages`: buffers of K and of V; three consumers of 64 query rows share them."""
 
-    stages: int = 4
-    lazy: bool = True
+    stages: int = 3
 
     @property
     def shape(self) -> TileShape:
@@ -38,14 +35,8 @@ class Config:
         powers = operand_constants(dim)
         return {
             "D": dim, "KS": self.stages, "QS": 2, "GROUP": group, "REGS": 160, "LOADER_REGS": 32,
-            "LAZY": self.lazy, "ALSO": also, "THRESHOLD": powers["THRESHOLD"], "EMAX": powers["EMAX"],
+            "ALSO": also, "THRESHOLD": powers["THRESHOLD"], "EMAX": powers["EMAX"],
         }  # fmt: skip
-
-
-CONFIGS = {
-    f"{'lazy' if lazy else 'eager'}, {stages} stages": Config(stages=stages, lazy=lazy)
-    for lazy in (True, False) for stages in (4, 3)
-}  # fmt: skip
 
 
 @functools.cache

@@ -35,16 +35,13 @@ def _tied(n):
 
 
 @gluon.jit
-def _rescaled(acc, power, OL: gl.constexpr, LAZY: gl.constexpr):
-    """acc [BLOCK, D] times 2^power [BLOCK]. LAZY: power is mostly 0, and the multiplications stand behind a branch that
-    each warp takes or not by itself.
+def _rescaled(acc, power, OL: gl.constexpr):
+    """acc [BLOCK, D] times 2^power [BLOCK], which is mostly 0: the multiplications stand behind a branch that each warp
+    takes or not by itself.
     """
     N: gl.constexpr = acc.shape[1] // 2  # numbers of a thread
-    if LAZY:
-        of_rows = gl.convert_layout(power, gl.SliceLayout(1, OL))[:, None]
-        return gl.inline_asm_elementwise(_where_needed(N), _tied(N), [acc, of_rows], gl.float32, is_pure=True, pack=N)
-    else:
-        return acc * gl.convert_layout(gl.exp2(power), gl.SliceLayout(1, OL))[:, None]
+    of_rows = gl.convert_layout(power, gl.SliceLayout(1, OL))[:, None]
+    return gl.inline_asm_elementwise(_where_needed(N), _tied(N), [acc, of_rows], gl.float32, is_pure=True, pack=N)
 
 
 @gluon.jit
@@ -87,13 +84,13 @@ def _seen(S, key, k_len, N: gl.constexpr, SL: gl.constexpr):
 
 
 @gluon.jit
-def _reference(S, c, lv, m, N: gl.constexpr, LAZY: gl.constexpr):
+def _reference(S, c, lv, m, N: gl.constexpr):
     """What P of each row is relative to from now on, an integer in log2 units, at most 1 above the maximum: as before,
-    unless that has risen (LAZY: by more than ROOM). Rounded by two additions, which do not queue behind exponentials.
+    unless that has risen by more than ROOM. Rounded by two additions, which do not queue behind exponentials.
     """
     top = gl.max(gl.max(S.reshape([BLOCK, N // 8, 8]), 1), 1)
     most = (gl.convert_layout(top, m.type.layout, True) * c + (lv + 0.5)) + WHOLE - WHOLE
-    return gl.where(most > m + (ROOM if LAZY else 0.0), most, m)
+    return gl.where(most > m + ROOM, most, m)
 
 
 @gluon.jit
@@ -124,7 +121,7 @@ def _add(total, power, sums, lv):
 @gluon.jit
 def short_step(
     q, k, v, acc, m, total, row_scale, told, scale, step, key, k_len, barriers,
-    KS: gl.constexpr, OL: gl.constexpr, LAZY: gl.constexpr,
+    KS: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """Up to 64 keys, the first step of a tile that has it."""
     full, empty = barriers
@@ -133,7 +130,7 @@ def short_step(
     S, row_scale, sk, lv = _scores(q, k, told, row_scale, scale, s, True, full, (step // KS) & 1, BLOCK, SL)
     S = _seen(S, key, k_len, BLOCK, SL)
     c = row_scale * sk
-    reference = _reference(S, c, lv, m, BLOCK, LAZY)
+    reference = _reference(S, c, lv, m, BLOCK)
     p = _weights(S, c, reference - (lv + SHIFT), SL)
     acc = warpgroup_mma(_operand(p, BLOCK, OL), v.permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -144,7 +141,7 @@ def short_step(
 @gluon.jit
 def whole_step(
     q, k, v_buf, acc, m, total, row_scale, told, scale, step, first, key, k_len, barriers,
-    KS: gl.constexpr, OL: gl.constexpr, LAZY: gl.constexpr,
+    KS: gl.constexpr, OL: gl.constexpr,
 ):  # fmt: skip
     """Up to 128 keys. The second product is two: the weights of the second 64 keys are made under the product of the
     first (`gem_kernels.hopper.halves`), so V^T lies in pieces of 64 keys.
@@ -156,9 +153,9 @@ def whole_step(
     S, row_scale, sk, lv = _scores(q, k, told, row_scale, scale, s, first, full, (step // KS) & 1, KEYS, SL)
     S = _seen(S, key, k_len, KEYS, SL)
     c = row_scale * sk
-    reference = _reference(S, c, lv, m, KEYS, LAZY)
+    reference = _reference(S, c, lv, m, KEYS)
     shift = reference - (lv + SHIFT)
-    acc = _rescaled(acc, m - reference, OL, LAZY)
+    acc = _rescaled(acc, m - reference, OL)
     one, two = gl.split(S.reshape([BLOCK, 2, BLOCK]).permute((0, 2, 1)))
     p = _weights(one, c, shift, HL)
     P = _operand(p, BLOCK, OL)

@@ -62,10 +62,7 @@ def forward(name: str, device: torch.device, lengths: list[int], dim: int) -> Pr
     def whole() -> Any:
         return launch.forward(quantise(q, k, v, offsets, offsets, longest, longest), scale)
 
-    runs: dict[str, Run] = {
-        f"fp8 {form}": partial(launch.forward, made, scale, config=config) for form, config in launch.CONFIGS.items()
-    }
-    runs["fp8, quantisation in it"] = whole
+    runs: dict[str, Run] = {"fp8": partial(launch.forward, made, scale), "fp8, quantisation in it": whole}
     cost = flops.attention(lengths, heads=HEADS, head_dim=dim)
     return Problem(
         name=name, op="attention", what="forward", width=dim, runs=runs, flops=cost.forward_flops,
