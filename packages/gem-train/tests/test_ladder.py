@@ -232,6 +232,19 @@ def test_fp8_attention_is_for_events_and_near_attention():
     assert 0 < (got - exact).norm() / exact.norm() < 0.1
 
 
+def test_what_is_stepped_over_leaves_the_next_rung_on_its_own_ground(cache):
+    rungs = (
+        Rung(name="ground", what="", operators={"attention": "padded"}),
+        Rung(name="other", what="", operators={"norm": "torch"}),
+        Rung(name="missing", what="", operators={"rope": "torch"}, on="ground", missing=never("not written")),
+        Rung(name="last", what="", operators={"ffn": "padded"}),
+    )
+    options = Options(fill={}, steps=1, warm_up=0, repeats=0, train_steps=0, names=("last",))
+    with start("cpu", 30) as runtime:
+        (row,) = climb(tiny_config(cache), runtime, options, report=lambda row: None, rungs=rungs)
+    assert row["operators"] == dataclasses.asdict(Operators(attention="padded", ffn="padded"))
+
+
 def test_a_rung_that_fails_or_is_missing_is_stepped_over_with_its_reason(cache, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     rungs = (

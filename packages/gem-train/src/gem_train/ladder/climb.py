@@ -107,8 +107,7 @@ def climb(
             reason = "--recompute has its own way of keeping activations"
         chosen = rung.name in options.names if options.names else rung.name not in options.done
         if not chosen:
-            below = stand if rung.start or not (rung.aside or reason) else below
-            reached[rung.name] = below
+            below = reached[rung.name] = _above(rung, reason, stand, base, below)
             continue
         began = time.perf_counter()
         if not reason:
@@ -129,15 +128,22 @@ def climb(
                 speed.close()
                 if runtime.world > 1:  # the others are inside a collective: there is no going on together
                     raise
-        if rung.start or not (rung.aside or reason):  # what can't be measured is stepped over, not stood upon
-            below = stand
-        reached[rung.name] = below
+        below = reached[rung.name] = _above(rung, reason, stand, base, below)
         row["reason"] = reason
         row["took_s"], row["ready_s"] = time.perf_counter() - began, limits.ready_s
         rows.append(row)
         report(row)
     speed.close()
     return rows
+
+
+def _above(rung: Rung, reason: str, stand: Stand, base: Stand, below: Stand) -> Stand:
+    """What the next rung stands on: what can't be measured is stepped over, so that it is what that one stood on."""
+    if rung.start:
+        return stand
+    if rung.aside:
+        return below
+    return base if reason else stand
 
 
 class Limits:
