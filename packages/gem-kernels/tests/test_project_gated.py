@@ -100,9 +100,10 @@ def simulated(monkeypatch, *shape, seed, processors, how, forward=None, backward
     dispatch._choose.cache_clear()
     dispatch._name.cache_clear()
     if forward:
-        monkeypatch.setitem(hopper.FORWARD, hopper.DEFAULT[0], hopper.FORWARD[forward])
+        monkeypatch.setitem(hopper.FORWARD, "usual", hopper.Forward(slots=forward[0], out=forward[1]))
     if backward:
-        monkeypatch.setitem(hopper.BACKWARD, hopper.DEFAULT[1], hopper.BACKWARD[backward])
+        slots, sets, ahead = backward
+        monkeypatch.setitem(hopper.BACKWARD, "usual", hopper.Backward(slots=slots, sets=sets, ahead=ahead))
     try:
         with simulating(seed=seed, processors=processors, changes=changes):
             return check(*shape, dtype=torch.bfloat16, seed=seed, backend="hopper", **how)
@@ -128,12 +129,10 @@ def test_in_the_simulator(monkeypatch, seed):
 
 
 @SIMULATED
-@pytest.mark.parametrize(("forward", "backward"), [("10 + 1", "6 + 3 ahead"), ("8 + 2 ahead", "again")])
+@pytest.mark.parametrize(("forward", "backward"), [((6, 3), (8, 2, 0)), ((10, 1), (4, 4, 1))])
 def test_other_rings_in_the_simulator(monkeypatch, forward, backward):
-    how = WAYS[2] if backward == "again" else WAYS[0]
-    simulated(
-        monkeypatch, 330, 192, 128, 1, 128, 128, seed=4, processors=2, how=how, forward=forward, backward=backward
-    )  # fmt: skip
+    shape = (330, 192, 128, 1, 128, 128)
+    simulated(monkeypatch, *shape, seed=4, processors=2, how=WAYS[0], forward=forward, backward=backward)
 
 
 # What is broken on purpose: a kernel's text and what stands there instead, the pass, and what may be reported.
@@ -201,16 +200,6 @@ class TestHopper:
         ]
         for a, b in zip(*((*y, *g) for y, g in runs), strict=True):
             assert a is b is None or torch.equal(a, b)
-
-    @pytest.mark.parametrize("name", ["8 + 2 ahead", "10 + 1", "6 + 3 ahead", "again"])
-    def test_other_rings(self, monkeypatch, name):
-        if name in hopper.FORWARD:
-            monkeypatch.setitem(hopper.FORWARD, hopper.DEFAULT[0], hopper.FORWARD[name])
-        if name in hopper.BACKWARD:
-            monkeypatch.setitem(hopper.BACKWARD, hopper.DEFAULT[1], hopper.BACKWARD[name])
-        how = {"biased": True, "normed": True, "behind": True}
-        shape = (40_001, 512, 1024, 4, 128, 512)
-        check(*shape, dtype=torch.bfloat16, device="cuda", backend="hopper", error=6e-3, **how)
 
     def test_many_times(self):
         """What comes late is rare: the bits are the same every time."""

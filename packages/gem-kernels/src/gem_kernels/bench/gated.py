@@ -86,7 +86,7 @@ class Case:
             "apart, h again": lambda: self.backward(apart.backward, again=True),
         }
         for name, plan in hopper.BACKWARD.items():
-            again = name == hopper.DEFAULT[2]
+            again = name == "again"
             backward[f"hopper {name}"] = functools.partial(self.backward, hopper.backward, config=plan, again=again)
         heads: dict[str, Run] = {
             "cuBLAS": lambda: (F.linear(self.x, self.heads_weight),),
@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rep", type=int, default=60, help="milliseconds of a variant in each round")
     parser.add_argument("--check", action="store_true", help="no times")
-    parser.add_argument("--once", metavar="DIRECTION", help="run this pass's default twice, for a profiler")
+    parser.add_argument("--once", metavar="DIRECTION", help="run this pass twice, for a profiler")
     parser.add_argument("--commit", help="what is measured; default: what git says")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(words)
@@ -192,9 +192,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     if options.once:
         run = Case((options.rows or [65536])[0], device).runs()[options.once]
-        default = hopper.DEFAULT[options.once == "backward"]
         for _ in range(2):
-            run[f"hopper {default}"]()
+            run["hopper usual"]()
         torch.cuda.synchronize()
         return 0
     rows = [row for count in options.rows or [65536, 262144] for row in measure(count, device, options)]

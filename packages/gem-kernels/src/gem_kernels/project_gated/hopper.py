@@ -29,18 +29,15 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """A ring of `slots` steps of rows, which are asked for to come to L2 `ahead` tiles before, and `out` parts of the
-    result for each consumer.
-    """
+    """A ring of `slots` steps of rows, and `out` parts of the result for each consumer."""
 
     slots: int
     out: int
-    ahead: int = 0
 
     def constants(self, steps: int, *, q: bool, dim: int, bias: bool, norm: bool) -> dict[str, Any]:
         """The kernel's."""
         given = {"STEPS": steps, "SLOTS": self.slots, "PHASES": phases(steps, self.slots), "OUT": self.out, "Q": q}
-        return {**given, "DIM": dim, "BIAS": bias, "NORM": norm, "AHEAD": self.ahead, "REGS": 232}
+        return {**given, "DIM": dim, "BIAS": bias, "NORM": norm, "REGS": 232}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +56,8 @@ class Backward:
         return {**given, "REST": rest, "AGAIN": again, "BIAS": bias, "AHEAD": self.ahead, "REGS": 232}
 
 
-FORWARD = {
-    "8 + 2": Forward(slots=8, out=2), "8 + 2 ahead": Forward(slots=8, out=2, ahead=2),
-    "10 + 1": Forward(slots=10, out=1),
-}  # fmt: skip
-BACKWARD = {
-    "6 + 3": Backward(slots=6, sets=3), "6 + 3 ahead": Backward(slots=6, sets=3, ahead=2),
-    "again": Backward(slots=6, sets=2),
-}  # fmt: skip
-
-DEFAULT = ("8 + 2", "6 + 3", "again")  # forward, backward, and backward where h is made again
+FORWARD = {"usual": Forward(slots=8, out=2)}
+BACKWARD = {"usual": Backward(slots=6, sets=3, ahead=2), "again": Backward(slots=6, sets=2)}
 
 
 def phases(steps: int, slots: int) -> int:
@@ -130,7 +119,7 @@ def forward(
     dim = width // heads
     packed, h, q = (torch.empty(rows, n, dtype=x.dtype, device=x.device) for n in (outputs, hidden, width))
     if rows:
-        config = config or FORWARD[DEFAULT[0]]
+        config = config or FORWARD["usual"]
         constants = config.constants(
             x.shape[1] // HALF.value, q=width > 0, dim=dim or 64, bias=bias is not None, norm=gain is not None
         )
@@ -139,9 +128,8 @@ def forward(
         with torch.cuda.device(x.device):
             hopper_forward.kernel[(grid(x.device, hidden // HALF.value, width // COLUMNS.value),)](
                 rows_of(x), gates, behind, rows_of(packed), rows_of(h), rows_of(q if width else h),
-                x, weight if bias is None else bias, weight if gain is None else gain,
-                triton.cdiv(rows, ROWS.value), hidden // HALF.value, width // COLUMNS.value, hidden,
-                rows, x.stride(0), eps,
+                weight if bias is None else bias, weight if gain is None else gain,
+                triton.cdiv(rows, ROWS.value), hidden // HALF.value, width // COLUMNS.value, hidden, eps,
                 **constants, num_warps=4,
             )  # fmt: skip
     return packed, h, q.view(rows, heads, dim)
@@ -164,7 +152,7 @@ def backward(
         if dbias is not None:
             dbias.zero_()
         return rest, h
-    config = config or BACKWARD[DEFAULT[1 + again]]
+    config = config or BACKWARD["again" if again else "usual"]
     constants = config.constants(weight.shape[0] // HALF.value, rest=behind > 0, again=again, bias=dbias is not None)
     gates, rests = hidden // COLUMNS.value, behind // COLUMNS.value
     programs = grid(dy.device, gates + rests)
@@ -205,7 +193,7 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     tile, half, columns = ROWS.value, HALF.value, COLUMNS.value
     row = (tile, half)
-    bare = ("alone", FORWARD[DEFAULT[0]])  # no bias, no norm
+    bare = ("alone", FORWARD["usual"])  # no bias, no norm
     for name, config in (*FORWARD.items(), bare):
         whole = name != bare[0]
         constants = config.constants(8, q=True, dim=128, bias=whole, norm=whole)
@@ -214,9 +202,9 @@ def compile_cases() -> list[CompileCase]:
         types = types_of(hopper_forward.kernel, blocks, constants)
         cases.append(CompileCase(
             f"project_gated hopper forward {name}", hopper_forward.kernel, types, constants,
-            Tile(bm=tile, bn=columns), ("bias_ptr", "gain_ptr", "x_ptr", "x_row"), (90,), source,
+            Tile(bm=tile, bn=columns), ("bias_ptr", "gain_ptr"), (90,), source,
         ))  # fmt: skip
-    for name, plan in (*BACKWARD.items(), ("alone", BACKWARD[DEFAULT[1]])):
+    for name, plan in (*BACKWARD.items(), ("alone", BACKWARD["usual"])):
         whole = name != bare[0]
         constants = plan.constants(8, rest=whole, again=name == "again", bias=whole)
         names = ("x_desc", "packed_desc", "dpacked_desc", "again_desc", "rest_desc")

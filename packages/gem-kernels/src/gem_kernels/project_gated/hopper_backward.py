@@ -23,7 +23,6 @@ from gem_kernels.project_gated.hopper_tiles import (
     put,
     share,
     sigmoid,
-    to_l2,
 )
 
 
@@ -39,8 +38,15 @@ def _rows_loader(
     mbarrier.expect(weight, STEPS * w_desc.block_type.nbytes)
     for k in gl.static_range(STEPS):
         tma.async_copy_global_to_shared(w_desc, [k * HALF, column * COLUMNS], weight, w_buf.index(k))
-    soon = (0, 0, 0, 0, 0)
-    load_rows(x_desc, x_buf, full, empty, first, tiles, across, 0, soon, STEPS, SLOTS, PHASES, 0)
+    load_rows(x_desc, x_buf, full, empty, first, tiles, across, 0, STEPS, SLOTS, PHASES)
+
+
+@gluon.jit
+def _to_l2(pointers):
+    """Asks for lines of memory that will be wanted."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -64,8 +70,8 @@ def _gates_loader(
             if AHEAD > 0:
                 r = (tile + AHEAD * across) * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
                 lines = packed_ptr + gl.minimum(r, tokens - 1).to(gl.int64) * packed_row + at
-                to_l2(lines)
-                to_l2(lines + hidden)
+                _to_l2(lines)
+                _to_l2(lines + hidden)
             mbarrier.wait(taken.index(s), ((number // SETS) & 1) ^ 1)
             barrier = there.index(number % (2 * NC * SETS))
             mbarrier.expect(barrier, 2 * packed_desc.block_type.nbytes)

@@ -28,8 +28,8 @@ from gem_kernels.project_gated.hopper_tiles import (
 
 @gluon.jit
 def _loader(
-    x_desc, gate_desc, q_desc, rows, buffers, barriers, sizes,
-    STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, Q: gl.constexpr, AHEAD: gl.constexpr,
+    x_desc, gate_desc, q_desc, buffers, barriers, sizes,
+    STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, Q: gl.constexpr,
 ):  # fmt: skip
     x_buf, w_buf, _out = buffers
     full, empty, weight, released = barriers
@@ -38,17 +38,14 @@ def _loader(
     mbarrier.expect(weight, STEPS * gate_desc.block_type.nbytes)
     for k in gl.static_range(STEPS):
         tma.async_copy_global_to_shared(gate_desc, [0, column * HALF, k * HALF], weight, w_buf.index(k))
-    x_ptr, x_row, tokens = rows
-    soon = (x_ptr, x_row, tokens, column, gates)
-    step = load_rows(x_desc, x_buf, full, empty, first, tiles, across, 0, soon, STEPS, SLOTS, PHASES, AHEAD)
+    step = load_rows(x_desc, x_buf, full, empty, first, tiles, across, 0, STEPS, SLOTS, PHASES)
     if Q:
         column, first, across = share(qs, tiles)
         mbarrier.wait(released, 0)
         mbarrier.expect(weight, STEPS * q_desc.block_type.nbytes)
         for k in gl.static_range(STEPS):
             tma.async_copy_global_to_shared(q_desc, [2 * column, 0, k * HALF], weight, w_buf.index(k))
-        soon = (x_ptr, x_row, tokens, column, qs)
-        load_rows(x_desc, x_buf, full, empty, first, tiles, across, step, soon, STEPS, SLOTS, PHASES, AHEAD)
+        load_rows(x_desc, x_buf, full, empty, first, tiles, across, step, STEPS, SLOTS, PHASES)
 
 
 @gluon.jit
@@ -137,12 +134,11 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "gates", "qs", "hidden", "tokens"])
+@gluon.jit(do_not_specialize=["tiles", "gates", "qs", "hidden"])
 def kernel(
-    x_desc, gate_desc, q_desc, packed_desc, h_desc, told_desc, x_ptr, bias_ptr, gain_ptr, tiles, gates, qs, hidden,
-    tokens, x_row, eps,
+    x_desc, gate_desc, q_desc, packed_desc, h_desc, told_desc, bias_ptr, gain_ptr, tiles, gates, qs, hidden, eps,
     STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, OUT: gl.constexpr, Q: gl.constexpr,
-    DIM: gl.constexpr, BIAS: gl.constexpr, NORM: gl.constexpr, AHEAD: gl.constexpr, REGS: gl.constexpr,
+    DIM: gl.constexpr, BIAS: gl.constexpr, NORM: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     """`tiles` of 64 rows; `gates` tiles of 64 columns of gate and up, `qs` of 128 columns of q (Q: there are any),
     whose heads are DIM wide: 64 or 128. K = 64 STEPS.
@@ -171,8 +167,7 @@ def kernel(
                          STEPS, SLOTS, PHASES, OUT, Q, DIM, BIAS, NORM)),
             (_consumer, (1, outs, buffers, barriers, vectors, sizes, hidden, eps,
                          STEPS, SLOTS, PHASES, OUT, Q, DIM, BIAS, NORM)),
-            (_loader, (x_desc, gate_desc, q_desc, (x_ptr, x_row, tokens), buffers, barriers, sizes,
-                       STEPS, SLOTS, PHASES, Q, AHEAD)),
+            (_loader, (x_desc, gate_desc, q_desc, buffers, barriers, sizes, STEPS, SLOTS, PHASES, Q)),
         ],
         [4, 1],
         [REGS, 24],

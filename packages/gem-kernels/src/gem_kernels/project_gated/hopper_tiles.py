@@ -47,32 +47,13 @@ def own(first, tiles, across):
 
 
 @gluon.jit
-def to_l2(pointers):
-    """Asks for lines of memory that will be wanted."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def load_rows(
-    x_desc, x_buf, full, empty, first, tiles, across, start, soon,
-    STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, AHEAD: gl.constexpr,
+    x_desc, x_buf, full, empty, first, tiles, across, start,
+    STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
-    """Fills the ring with the rows of a phase, from step `start` of the program on; returns the step after.
-
-    AHEAD: with `soon` (x_ptr, its row, how many rows there are, this program's column and how many there are), programs
-    of the same rows share in asking for those of so many tiles later to come to L2.
-    """
-    x_ptr, x_row, tokens, column, columns = soon
+    """Fills the ring with the rows of a phase, from step `start` of the program on; returns the step after."""
     step = start + 0
     for tile in range(first, tiles, across):
-        if AHEAD > 0:
-            own_rows = gl.cdiv(ROWS, columns)
-            lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0])) % STEPS * HALF
-            for i in range(own_rows):
-                r = gl.minimum((tile + AHEAD * across) * ROWS + column * own_rows + i, tokens - 1)
-                to_l2(x_ptr + r.to(gl.int64) * x_row + lane)
         for k in range(STEPS):
             slot = step % SLOTS
             barrier = full.index(step % PHASES)

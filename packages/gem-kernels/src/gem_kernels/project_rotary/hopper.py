@@ -30,8 +30,7 @@ def _constants(
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "STEPS": steps, "SLOTS": config.slots, "PHASES": gated.phases(steps, config.slots), "OUT": config.out,
-        "DIM": dim, "BIAS": bias, "NORM": norm, "TURNS": turns, "AMONG": among, "AHEAD": config.ahead,
-        "REGS": 232,
+        "DIM": dim, "BIAS": bias, "NORM": norm, "TURNS": turns, "AMONG": among, "REGS": 232,
     }  # fmt: skip
 
 
@@ -50,7 +49,7 @@ def forward(
     sizes = (rows + added, rows)[:count] if count == 2 else (rows,)
     parts = [torch.empty(n, heads, dim, dtype=x.dtype, device=x.device) for n in sizes]
     if rows:
-        config = config or gated.FORWARD[gated.DEFAULT[0]]
+        config = config or gated.FORWARD["usual"]
         constants = _constants(
             x.shape[1] // HALF.value, dim=dim, bias=bias is not None, norm=gains[0] is not None, turns=len(positions),
             among=seats is not None, config=config,
@@ -62,11 +61,10 @@ def forward(
         with torch.cuda.device(x.device):
             hopper_kernels.kernel[(gated.grid(x.device, columns),)](
                 gated.rows_of(x), gated.in_pairs(weight, weight.shape[0] // HALF.value), gated.rows_of(packed),
-                *(gated.rows_of(p.view(p.shape[0], width)) for p in (parts[0], parts[-1])), x, parts[0],
+                *(gated.rows_of(p.view(p.shape[0], width)) for p in (parts[0], parts[-1])), parts[0],
                 weight if bias is None else bias, given[0], given[-1], places[0], places[-1],
                 packed if seats is None else seats.contiguous(), logs[0], logs[1],
-                triton.cdiv(rows, ROWS.value), columns, count + 1, rows, width, x.stride(0),
-                eps, **constants, num_warps=4,
+                triton.cdiv(rows, ROWS.value), columns, count + 1, rows, width, eps, **constants, num_warps=4,
             )  # fmt: skip
     return packed, parts
 
@@ -82,7 +80,7 @@ def compile_cases() -> list[CompileCase]:
     for name, turns, among in (("among", 1, True), ("two turns", 2, False), ("alone", 0, False)):
         constants = _constants(
             8, dim=128, bias=turns > 0, norm=turns > 0, turns=turns, among=among,
-            config=gated.FORWARD[gated.DEFAULT[0]],
+            config=gated.FORWARD["usual"],
         )  # fmt: skip
         blocks = {
             **dict.fromkeys(("x_desc", "packed_desc", "q_desc", "k_desc"), row), "w_desc": (2, HALF.value, HALF.value)
@@ -92,6 +90,6 @@ def compile_cases() -> list[CompileCase]:
         types |= {"log_first": "fp32", "log_second": "fp32"}
         cases.append(CompileCase(
             f"project_rotary hopper {name}", kernel, types, constants, Tile(bm=ROWS.value, bn=COLUMNS.value),
-            ("width", "x_row", *(n for n in types if n.endswith("_ptr"))), (90,), source,
+            ("width", *(n for n in types if n.endswith("_ptr"))), (90,), source,
         ))  # fmt: skip
     return cases

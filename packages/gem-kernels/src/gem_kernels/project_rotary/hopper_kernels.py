@@ -17,14 +17,12 @@ from gem_kernels.project_gated.hopper_tiles import COLUMNS, HALF, NC, ROWS, halv
 
 @gluon.jit
 def _loader(
-    x_desc, w_desc, rows, buffers, barriers, tiles, columns, parts,
-    STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, AHEAD: gl.constexpr,
+    x_desc, w_desc, buffers, barriers, tiles, columns, parts,
+    STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
     x_buf, w_buf, _out = buffers
     full, empty, weight, released = barriers
     column, first, across = share(columns, tiles)
-    x_ptr, x_row, tokens = rows
-    soon = (x_ptr, x_row, tokens, column, columns)
     step = 0
     for part in range(parts):
         mbarrier.wait(released, (part & 1) ^ 1)
@@ -33,7 +31,7 @@ def _loader(
             tma.async_copy_global_to_shared(
                 w_desc, [2 * (part * columns + column), 0, k * HALF], weight, w_buf.index(k)
             )
-        step = load_rows(x_desc, x_buf, full, empty, first, tiles, across, step, soon, STEPS, SLOTS, PHASES, AHEAD)
+        step = load_rows(x_desc, x_buf, full, empty, first, tiles, across, step, STEPS, SLOTS, PHASES)
 
 
 @gluon.jit
@@ -219,12 +217,10 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["tiles", "columns", "parts", "tokens"])
 def kernel(
-    x_desc, w_desc, packed_desc, q_desc, k_desc, x_ptr, q_ptr, bias_ptr, q_gain_ptr, k_gain_ptr, first_ptr, second_ptr,
-    seats_ptr, log_first, log_second, tiles, columns, parts, tokens, width, x_row,
-    eps,
+    x_desc, w_desc, packed_desc, q_desc, k_desc, q_ptr, bias_ptr, q_gain_ptr, k_gain_ptr, first_ptr, second_ptr,
+    seats_ptr, log_first, log_second, tiles, columns, parts, tokens, width, eps,
     STEPS: gl.constexpr, SLOTS: gl.constexpr, PHASES: gl.constexpr, OUT: gl.constexpr, DIM: gl.constexpr,
-    BIAS: gl.constexpr, NORM: gl.constexpr, TURNS: gl.constexpr, AMONG: gl.constexpr, AHEAD: gl.constexpr,
-    REGS: gl.constexpr,
+    BIAS: gl.constexpr, NORM: gl.constexpr, TURNS: gl.constexpr, AMONG: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     """`tiles` of 64 of the `tokens` rows, `columns` tiles of 128 columns of each of two or three `parts`, that are
     `width` wide with heads of DIM: 64 or 128. TURNS: how many positions there are; of two, the first half of the heads
@@ -255,8 +251,7 @@ def kernel(
                          STEPS, SLOTS, PHASES, OUT, DIM, BIAS, NORM, TURNS, AMONG)),
             (_consumer, (1, outs, buffers, barriers, vectors, places, logs, tiles, columns, parts, tokens, width, eps,
                          STEPS, SLOTS, PHASES, OUT, DIM, BIAS, NORM, TURNS, AMONG)),
-            (_loader, (x_desc, w_desc, (x_ptr, x_row, tokens), buffers, barriers, tiles, columns, parts,
-                       STEPS, SLOTS, PHASES, AHEAD)),
+            (_loader, (x_desc, w_desc, buffers, barriers, tiles, columns, parts, STEPS, SLOTS, PHASES)),
         ],
         [4, 1],
         [REGS, 24],
