@@ -149,7 +149,7 @@ def quantize(
 
     `backend`: "reference" is plain PyTorch; "triton" is one kernel with the same bits (but for the sign of a NaN), on
     CUDA or in Triton's interpreter, for elements in blocks of powers of two up to 128 or in whole rows. None takes
-    the kernel on CUDA for what it does (E2M1 apart), and the reference elsewhere.
+    the kernel on CUDA for what it does, and the reference elsewhere.
 
     Raises TypeError for integers and for arguments of other types, ValueError for shapes the block does not fit, for an
     unknown backend and for what the Triton kernels do not do.
@@ -192,8 +192,6 @@ def quantize(
 def _kernel_why_not(x: Tensor, spec: QuantSpec, dim: int, randoms: Randoms | None) -> str | None:
     from gem_lowprec import kernels  # imports Triton
 
-    if spec.element is E2M1:
-        return "no card has run the kernel for E2M1 yet: only where it is asked for"
     return kernels.applies(x, spec, dim, randoms)
 
 

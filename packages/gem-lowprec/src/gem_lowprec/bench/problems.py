@@ -184,7 +184,7 @@ def quantiser(name: str, device: torch.device, rows: int, cols: int) -> Problem:
         "1x128 both, 128x128 transposed": {"col_spec": FP8_128X128}, "128x128 both": {"spec": FP8_128X128},
     }  # fmt: skip
     runs: dict[str, Run] = {v: partial(quantize_both, x, **o) for v, o in both.items()}
-    runs |= {v: partial(quantize, x, s, backend="triton" if s is MXFP4 else None) for v, s in specs.items()}
+    runs |= {v: partial(quantize, x, s) for v, s in specs.items()}
 
     def check(variant: str) -> float:
         if variant in specs:
