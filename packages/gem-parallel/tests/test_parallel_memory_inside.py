@@ -226,3 +226,13 @@ def test_the_kernels_results_are_had_again_beside_it():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[0] == "gate#0 gate#1 gdpa#0 gdpa#1 linear#0 linear#1 linear#2"
+
+
+def test_beside_recomputed_results_it_is_refused_on_a_card(monkeypatch):
+    """Where gradients were seen wrong; see `MIXED_ON_CARDS`."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    for policy in ("uniform", "regions"):
+        with pytest.raises(ValueError, match='policy "keep" alone'):
+            Regions(model(), ["0"], MemoryConfig(policy=policy, inside="fp8"))
+    Regions(model(), ["0"], MemoryConfig(inside="fp8")).close()
+    Regions(model(), ["0"], MemoryConfig(policy="regions")).close()

@@ -70,7 +70,8 @@ class MemoryConfig:
             modules can (those with an attribute `inside`): "none"; "exact": normed rows and gated products, which only
             the gradients of weights read; "fp8": these, and a gate's kernel writes E4M3 of what it reads, which is kept
             in its place, and of queries and keys only what attention reads is. Then gradients become approximate. A
-            plan takes what it costs and spares into account.
+            plan takes what it costs and spares into account. On a CUDA device with "keep" alone: plans with both were
+            seen to give wrong gradients there.
         quantise: "none"; "fp8": large floating-point tensors are stored as FP8 (or by the quantiser handed to
             `parallelize`) and dequantised for the operator that needs them; "mx4": the same in four bits (MXFP4); or,
             for compiled regions, "compiler": FP8 by torch's own pass, fused with what is around it, which knows no

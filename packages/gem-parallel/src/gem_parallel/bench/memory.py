@@ -82,7 +82,6 @@ def variants(budgets: list[float], engine: str) -> list[str]:
         "full + fp8",
         "inside alone",
         "inside8 alone",
-        *(f"regions {budget:g} + {inside}" for inside in INSIDE for budget in budgets),
         "offload",
     ]
 

@@ -49,6 +49,9 @@ from gem_parallel.memory.recompute import Function, recompute
 
 CALLS = ("forward", "rows", "rows_twice")  # of a module: gem-kernels' norms are asked for more than their result
 PLAIN = Keeper(None, min_bytes=0)  # packs nothing
+# Gradients of plans that compute results again beside what backward kernels write were off by 0.7 to 4% on a card, in
+# CUDA graphs, though neither alone is, nor both together on a CPU: docs/notes/activation-memory.md.
+MIXED_ON_CARDS = False
 MEASURED_STEPS = 2  # of which the last one counts: the first compiles kernels
 
 
@@ -110,6 +113,12 @@ class Regions:
         self._compiled: dict[str, dict[float, Function]] = {}
         self._kinds: dict[str, Curve] = {}
         self._elsewhere: dict[int, StorageWeakRef] = {}  # what measured regions keep of their results
+        mixed = config.inside != "none" and config.policy in ("uniform", "regions")
+        if mixed and not MIXED_ON_CARDS and any(p.is_cuda for p in model.parameters()):
+            raise ValueError(
+                f"MemoryConfig.inside is {config.inside!r} and policy {config.policy!r}: on a CUDA device inside goes "
+                'with policy "keep" alone, because gradients of plans with both were seen wrong there'
+            )
         self._insides = {name: _with_insides(model.get_submodule(name)) for name in outer}
         if config.inside != "none" and not any(self._insides.values()):
             warnings.warn(
