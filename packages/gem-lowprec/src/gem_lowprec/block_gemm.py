@@ -54,7 +54,7 @@ CONFIGS = {
     "2x64x128": GemmConfig(consumers=2, rows=1, cols=1, stages=5, out=1),
 }
 # Scales for every column of C leave registers for the smallest tile alone.
-BY_ROWS = CONFIGS["2x64x128"]
+BY_ROWS = {"2x64x128": 1.0}
 # Of the others, with what a step of a tile costs for each element of it (measured, docs/notes/lowprec.md).
 BY_BLOCK = {"3x64x128": 1.0, "2x64x256": 1.06}
 
@@ -65,7 +65,7 @@ def choose(m: int, n: int, k_blocks: int, sms: int, *, by_rows: bool = False) ->
     A part costs about four steps more than its share of K: its result is written in float32 and added up.
     """
     best: tuple[float, GemmConfig, int] | None = None
-    for name, cost in {"2x64x128": 1.0}.items() if by_rows else BY_BLOCK.items():
+    for name, cost in (BY_ROWS if by_rows else BY_BLOCK).items():
         config = CONFIGS[name]
         height, width = config.tile
         tiles = -(-m // height) * -(-n // width)

@@ -15,7 +15,6 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-E8M0_BIAS = 127
 E8M0_NAN = 255
 
 
